@@ -1,0 +1,20 @@
+"""Runs a Triton kernel in the interpreter, on CPU tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphlin.backends.protocol import LaunchRecord
+
+
+def run_interpreted(kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
+    """Runs the kernel; bfloat16 tensors go in as float32 copies and are rounded once on the way out.
+
+    The interpreter holds a bfloat16 block as its 16-bit pattern, so that arithmetic on it gives garbage.
+    """
+    copies = {id(t): (t, t.float()) for t in args if isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16}
+    run_args = [copies[id(a)][1] if id(a) in copies else a for a in args]
+    kernel[(grid,)](*run_args, **constexprs, **record.tiles)
+    for original, copy in copies.values():
+        original.copy_(copy)

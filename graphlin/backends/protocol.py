@@ -1,0 +1,67 @@
+"""What graphlin asks of a device: run kernels, record a graph, replay it."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """How one kernel is launched: constexpr tiles, warps and pipeline stages, and programs per core of its grid."""
+
+    tiles: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 1
+    waves: int = 4
+
+
+@runtime_checkable
+class Graph(Protocol):
+    """A recorded piece of device work."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+
+@runtime_checkable
+class GraphBackend(Protocol):
+    """One device type. Register an object of this shape with `graphlin.backends.register_backend`."""
+
+    device_type: str
+
+    def is_available(self) -> bool: ...
+
+    def new_pool(self) -> Any:
+        """A private memory pool for `capture`."""
+
+    def pool_bytes(self, pool: Any, device: torch.device) -> int:
+        """Bytes that the pool holds on the device."""
+
+    def side_stream(self, device: torch.device) -> Any:
+        """A non-default stream to warm up and capture on."""
+
+    def stream(self, stream: Any) -> AbstractContextManager:
+        """Makes the stream current."""
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def is_capturing(self) -> bool: ...
+
+    def capture(self, *, pool: Any, stream: Any, error_mode: str = "thread_local") -> AbstractContextManager[Graph]:
+        """Records what the body does; the graph it yields may be replayed once the body has ended."""
+
+    def arch(self, device: torch.device) -> str:
+        """Name of the device generation that launch records are kept for, such as `sm_90`."""
+
+    def num_cores(self, device: torch.device) -> int: ...
+
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord: ...
+
+    def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
+        """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""

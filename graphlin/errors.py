@@ -1,0 +1,49 @@
+"""Exceptions of graphlin. A wrong argument is a plain ValueError or TypeError; everything else derives from GraphlinError."""
+
+
+class GraphlinError(RuntimeError):
+    """Base of every error that graphlin raises about capture, replay or devices."""
+
+
+class CaptureError(GraphlinError):
+    """A block could not be captured; nothing is left open and the block still works eagerly."""
+
+
+class HostSync(CaptureError):
+    """The block reads a device value on the host (`.item()`, `.tolist()`, a data-dependent shape)."""
+
+
+class ColdKernel(CaptureError):
+    """A kernel would be compiled for the first time inside a capture."""
+
+
+class UnsupportedModule(CaptureError):
+    """The block holds a module that cannot live in a graph."""
+
+
+class Resource(CaptureError):
+    """The device has too little memory, or too few streams, for the capture."""
+
+
+class ReplayError(GraphlinError):
+    """A call could not be replayed and `fallback="raise"` forbids the eager path."""
+
+
+class TierOverflow(ReplayError):
+    """The input has more tokens or sequences than the largest tier."""
+
+
+class StructureMismatch(ReplayError):
+    """The call's arguments differ from the captured ones in structure, dtype, device or a constant."""
+
+
+class StaleAddress(ReplayError):
+    """A parameter or buffer of the block no longer lies where the graph reads it."""
+
+
+class SlotInUse(ReplayError):
+    """Every slot holds a forward that still waits for its backward."""
+
+
+class BackendUnavailable(GraphlinError):
+    """No backend serves the device of these tensors in this process."""

@@ -1,0 +1,30 @@
+"""The one place where a kernel is launched, and where its launch record is looked up."""
+
+from typing import Any
+
+import torch
+
+from graphlin.backends import LaunchRecord, get_backend
+
+
+def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexprs: Any) -> None:
+    """Launches `grid` programs of a kernel on the device of its first tensor argument; an empty grid launches nothing.
+
+    Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too.
+    """
+    if grid == 0:
+        return
+    tensor = next(a for a in args if isinstance(a, torch.Tensor))
+    get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+
+
+def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, BT: int = 64,
+               dtype: torch.dtype = torch.float32) -> LaunchRecord:
+    """The launch record of a kernel, by name, for this device and problem."""
+    backend = get_backend(device)
+    return backend.launch_record(kernel, arch=backend.arch(device), K=K, V=V, BT=BT, dtype=dtype)
+
+
+def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
+    """Programs of a kernel that strides over `tasks`: as many as run at once, no more than there are tasks."""
+    return min(tasks, record.waves * get_backend(device).num_cores(device))
