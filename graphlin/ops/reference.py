@@ -1,0 +1,159 @@
+"""The specification: per-token recurrences in plain PyTorch, differentiated by autograd.
+
+Slow, simple and as exact as the dtype of the inputs: tests call these in float64. They read lengths on the host and
+are never captured.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_SEGMENT = 64      # tokens between two states that autograd keeps; the ones between are computed again in backward
+
+
+def gated_delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+                               initial_state: Tensor | None = None, output_final_state: bool = False, *,
+                               use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+                               A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+                               use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+                               state_v_first: bool = False,
+                               cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule, one token at a time (Yang et al., "Gated Delta Networks", arXiv:2412.06464).
+
+    With `g` the log decay and `beta` the write strength of a value head, and `S` its `[K, V]` state:
+
+        S <- exp(g_t) S;    S <- S + beta_t k_t (v_t - S^T k_t)^T;    o_t = scale S^T q_t
+
+    Arguments are those of `chunk_gated_delta_rule`: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g, beta `[B, T, HV]`,
+    A_log, dt_bias `[HV]`, states `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), cu_seqlens `[N + 1]`.
+    `scale` defaults to `K ** -0.5`. With `use_gate_in_kernel`, `g` is replaced by `-exp(A_log) softplus(g + dt_bias)`.
+    Arithmetic is float64 for float64 inputs and float32 otherwise; `o` has q's dtype, the final state the dtype of the
+    arithmetic. Rows at and after `cu_seqlens[-1]` are 0.
+
+    >>> o, final_state = gated_delta_rule_reference(q, k, v, g, beta, output_final_state=True)
+    """
+    log_decay = softplus_gate(_compute(g), A_log, dt_bias) if use_gate_in_kernel else _compute(g)
+    return _delta_rule(q, k, v, log_decay[..., None], _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+                       scale, initial_state, output_final_state, l2norm=use_qk_l2norm_in_kernel,
+                       state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+
+
+def softplus_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """Log decay `-exp(A_log) softplus(g + dt_bias)` of raw `g` `[..., HV]`; softplus is exact everywhere."""
+    biased = g if dt_bias is None else g + dt_bias
+    return -A_log.exp() * torch.logaddexp(biased, torch.zeros_like(biased))
+
+
+def delta_rule_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
+                          scale: float) -> tuple[Tensor, Tensor]:
+    """The recurrence itself, over a batch of sequences of equal length.
+
+    q, k `[N, L, HV, K]`, v `[N, L, HV, V]`, log decay g `[N, L, HV, K]` (per channel) or `[N, L, HV, 1]` (per head),
+    beta `[N, L, HV]`, state `[N, HV, K, V]`. Returns o like v and the last state. A row of zeros leaves the state as it
+    is, to the bit, which makes zero padding exact.
+    """
+    outputs = []
+    for start in range(0, q.shape[1], _SEGMENT):
+        rows = slice(start, start + _SEGMENT)
+        o, state = checkpoint(_segment, q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state, scale,
+                              use_reentrant=False, preserve_rng_state=False)
+        outputs.append(o)
+    return torch.cat(outputs, 1) if outputs else torch.zeros_like(v), state
+
+
+def _segment(q, k, v, g, beta, state, scale):
+    decay, written, outputs = g.exp(), beta[..., None] * k, []
+    for t in range(q.shape[1]):
+        state = decay[:, t, :, :, None] * state
+        error = v[:, t] - _read(state, k[:, t])
+        state = state + written[:, t, :, :, None] * error[:, :, None, :]
+        outputs.append(scale * _read(state, q[:, t]))
+    return torch.stack(outputs, 1), state
+
+
+def _read(state: Tensor, key: Tensor) -> Tensor:
+    """`S^T key` of each sequence and head: `[N, HV, K, V]`, `[N, HV, K]` -> `[N, HV, V]`."""
+    return (key[:, :, None, :] @ state)[:, :, 0]
+
+
+def _delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, *, l2norm, state_v_first, cu_seqlens):
+    """What the delta rules share around their recurrence; g is `[B, T, HV, 1]` or `[B, T, HV, K]`."""
+    K, V, HV = q.shape[-1], v.shape[-1], v.shape[2]
+    heads = HV // q.shape[2]
+    q_rows, k_rows = (_l2norm(_compute(x)) if l2norm else _compute(x) for x in (q, k))
+    rows = (q_rows.repeat_interleave(heads, 2), k_rows.repeat_interleave(heads, 2), _compute(v), g, beta)
+    if cu_seqlens is not None:
+        active = _active_mask(cu_seqlens)
+        rows = tuple(_to_sequences(x, active) for x in rows)
+    if initial_state is None:
+        state = rows[2].new_zeros(rows[0].shape[0], HV, K, V)
+    else:
+        state = _compute(initial_state.transpose(-1, -2) if state_v_first else initial_state)
+    o, state = delta_rule_recurrence(*rows, state, K ** -0.5 if scale is None else scale)
+    if cu_seqlens is not None:
+        o = _to_rows(o, active, q.shape[1])
+    if not output_final_state:
+        return o.to(q.dtype), None
+    return o.to(q.dtype), state.transpose(-1, -2) if state_v_first else state
+
+
+def _compute(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _write_strength(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
+    if not use_sigmoid:
+        return _compute(beta)
+    return (2 if allow_neg_eigval else 1) * _compute(beta).sigmoid()
+
+
+def _active_mask(cu_seqlens: Tensor) -> Tensor:
+    """`[N, L]`, true at the tokens of each sequence, with L the longest length."""
+    lengths = cu_seqlens.diff()
+    longest = max(lengths.tolist(), default=0)
+    return torch.arange(longest, device=cu_seqlens.device) < lengths[:, None]
+
+
+def _to_sequences(x: Tensor, active: Tensor) -> Tensor:
+    """Packed `[1, T, ...]` to sequences padded with zeros `[N, L, ...]`; rows that belong to none are never read."""
+    return x.new_zeros(*active.shape, *x.shape[2:]).index_put((active,), x[0, :int(active.sum())])
+
+
+def _to_rows(x: Tensor, active: Tensor, tokens: int) -> Tensor:
+    """The way back: `[N, L, ...]` to `[1, T, ...]`, with zeros at rows that belong to no sequence."""
+    rows = x[active]
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, tokens - rows.shape[0]))[None]
+
+
+def prepare_chunk_indices_reference(cu_seqlens: Tensor, max_tokens: int, chunk_size: int = 64) -> Tensor:
+    """Chunk table `[NT_max, 2]` int32: `(sequence, chunk in sequence)` of each chunk in order, then rows of -1.
+
+    NT_max is the most chunks that N sequences of `max_tokens` tokens together can have.
+    """
+    lengths = cu_seqlens.diff().tolist()
+    table = [(i_n, i_t) for i_n, n in enumerate(lengths) for i_t in range(-(-n // chunk_size))]
+    occupied = min(max_tokens, len(lengths))
+    table += [(-1, -1)] * (occupied + (max_tokens - occupied) // chunk_size - len(table))
+    return torch.tensor(table, dtype=torch.int32, device=cu_seqlens.device).reshape(-1, 2)
+
+
+def chunk_local_cumsum_reference(g: Tensor, chunk_size: int = 64, reverse: bool = False, *,
+                                 cu_seqlens: Tensor | None = None) -> Tensor:
+    """Inclusive sum of `g` `[B, T, ...]` along tokens, started anew at each chunk of each sequence.
+
+    `reverse` sums from a chunk's last token down to its first. Rows of no sequence are 0. Float32, or float64 for
+    float64 input.
+    """
+    cuts = [0, g.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    sums = torch.zeros_like(_compute(g))
+    for first, last in zip(cuts, cuts[1:]):
+        for start in range(first, last, chunk_size):
+            rows = slice(start, min(start + chunk_size, last))
+            chunk = _compute(g[:, rows])
+            sums[:, rows] = chunk.flip(1).cumsum(1).flip(1) if reverse else chunk.cumsum(1)
+    return sums
