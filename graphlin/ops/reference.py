@@ -4,6 +4,8 @@ Slow, simple and as exact as the dtype of the inputs: tests call these in float6
 are never captured.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,15 +30,17 @@ def gated_delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     Arguments are those of `chunk_gated_delta_rule`: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g, beta `[B, T, HV]`,
     A_log, dt_bias `[HV]`, states `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), cu_seqlens `[N + 1]`.
     `scale` defaults to `K ** -0.5`. With `use_gate_in_kernel`, `g` is replaced by `-exp(A_log) softplus(g + dt_bias)`.
-    Arithmetic is float64 for float64 inputs and float32 otherwise; `o` has q's dtype, the final state the dtype of the
-    arithmetic. Rows at and after `cu_seqlens[-1]` are 0.
+    Arithmetic and results are float64 for float64 inputs and float32 otherwise. Rows at and after `cu_seqlens[-1]` are
+    never read and come out as 0.
 
     >>> o, final_state = gated_delta_rule_reference(q, k, v, g, beta, output_final_state=True)
     """
-    log_decay = softplus_gate(_compute(g), A_log, dt_bias) if use_gate_in_kernel else _compute(g)
+    tokens = q.shape[1]
+    q, k, v, g, beta = (_active_rows(x, cu_seqlens) for x in (q, k, v, g, beta))
+    log_decay = softplus_gate(g, A_log, dt_bias) if use_gate_in_kernel else g
     return _delta_rule(q, k, v, log_decay[..., None], _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
                        scale, initial_state, output_final_state, l2norm=use_qk_l2norm_in_kernel,
-                       state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+                       state_v_first=state_v_first, cu_seqlens=cu_seqlens, tokens=tokens)
 
 
 def softplus_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
@@ -77,29 +81,37 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
     return (key[:, :, None, :] @ state)[:, :, 0]
 
 
-def _delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, *, l2norm, state_v_first, cu_seqlens):
-    """What the delta rules share around their recurrence; g is `[B, T, HV, 1]` or `[B, T, HV, K]`."""
+def _delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, *, l2norm, state_v_first, cu_seqlens, tokens):
+    """What the delta rules share around their recurrence: active rows in, `tokens` rows out.
+
+    g is `[B, T, HV, 1]` or `[B, T, HV, K]`.
+    """
     K, V, HV = q.shape[-1], v.shape[-1], v.shape[2]
-    heads = HV // q.shape[2]
-    q_rows, k_rows = (_l2norm(_compute(x)) if l2norm else _compute(x) for x in (q, k))
-    rows = (q_rows.repeat_interleave(heads, 2), k_rows.repeat_interleave(heads, 2), _compute(v), g, beta)
+    if l2norm:
+        q, k = _l2norm(q), _l2norm(k)
+    rows = [q.repeat_interleave(HV // q.shape[2], 2), k.repeat_interleave(HV // k.shape[2], 2), v, g, beta]
     if cu_seqlens is not None:
         active = _active_mask(cu_seqlens)
-        rows = tuple(_to_sequences(x, active) for x in rows)
+        rows = [_to_sequences(x, active) for x in rows]
     if initial_state is None:
-        state = rows[2].new_zeros(rows[0].shape[0], HV, K, V)
+        state = v.new_zeros(rows[0].shape[0], HV, K, V)
     else:
         state = _compute(initial_state.transpose(-1, -2) if state_v_first else initial_state)
     o, state = delta_rule_recurrence(*rows, state, K ** -0.5 if scale is None else scale)
     if cu_seqlens is not None:
-        o = _to_rows(o, active, q.shape[1])
+        o = _to_rows(o, active, tokens)
     if not output_final_state:
-        return o.to(q.dtype), None
-    return o.to(q.dtype), state.transpose(-1, -2) if state_v_first else state
+        return o, None
+    return o, state.transpose(-1, -2) if state_v_first else state
 
 
 def _compute(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _active_rows(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The rows of x `[B, T, ...]` that belong to a sequence, in the dtype of the arithmetic."""
+    return _compute(x if cu_seqlens is None else x[:, :int(cu_seqlens[-1])])
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -108,8 +120,8 @@ def _l2norm(x: Tensor) -> Tensor:
 
 def _write_strength(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
     if not use_sigmoid:
-        return _compute(beta)
-    return (2 if allow_neg_eigval else 1) * _compute(beta).sigmoid()
+        return beta
+    return (2 if allow_neg_eigval else 1) * beta.sigmoid()
 
 
 def _active_mask(cu_seqlens: Tensor) -> Tensor:
@@ -120,8 +132,8 @@ def _active_mask(cu_seqlens: Tensor) -> Tensor:
 
 
 def _to_sequences(x: Tensor, active: Tensor) -> Tensor:
-    """Packed `[1, T, ...]` to sequences padded with zeros `[N, L, ...]`; rows that belong to none are never read."""
-    return x.new_zeros(*active.shape, *x.shape[2:]).index_put((active,), x[0, :int(active.sum())])
+    """Packed `[1, T, ...]` to sequences padded with zeros `[N, L, ...]`."""
+    return x.new_zeros(*active.shape, *x.shape[2:]).index_put((active,), x[0])
 
 
 def _to_rows(x: Tensor, active: Tensor, tokens: int) -> Tensor:
@@ -151,7 +163,7 @@ def chunk_local_cumsum_reference(g: Tensor, chunk_size: int = 64, reverse: bool 
     """
     cuts = [0, g.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     sums = torch.zeros_like(_compute(g))
-    for first, last in zip(cuts, cuts[1:]):
+    for first, last in pairwise(cuts):
         for start in range(first, last, chunk_size):
             rows = slice(start, min(start + chunk_size, last))
             chunk = _compute(g[:, rows])
