@@ -26,5 +26,6 @@ def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, BT:
 
 
 def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
-    """Programs of a kernel that strides over `tasks`: as many as run at once, no more than there are tasks."""
-    return min(tasks, record.waves * get_backend(device).num_cores(device))
+    """Programs of a kernel that strides over `tasks`: as many as run at once, no more than there are tasks, at least one
+    (which zeroes the inactive rows where there is no chunk)."""
+    return max(1, min(tasks, record.waves * get_backend(device).num_cores(device)))

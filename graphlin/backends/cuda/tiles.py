@@ -1,12 +1,47 @@
-"""Launch records of NVIDIA devices."""
+"""Launch records of NVIDIA devices. Registers and shared memory per record: the cuda-compile lane prints them."""
 
 import torch
 
 from graphlin.backends.protocol import LaunchRecord
 
-_RECORDS: dict[str, LaunchRecord] = {}
+
+def _block(size: int, largest: int) -> int:
+    """The power of two that covers `size`, between 16 and `largest`."""
+    return min(largest, max(16, 1 << (size - 1).bit_length()))
+
+
+def _dot(dtype: torch.dtype) -> dict:
+    """Products of float32 operands must be float32: three tf32 products, since plain ieee ones leave the tensor cores."""
+    return dict(PREC="tf32x3" if dtype == torch.float32 else "tf32", COPY_LHS=False)
+
+
+def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=2)
+
+
+def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    wide = K > 128 or dtype == torch.float32
+    tiles = dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, 16 if K > 128 and dtype == torch.float32 else 32 if wide or arch == "sm_80" else 64))
+    return LaunchRecord(tiles, num_warps=8 if wide else 4, num_stages=1 if wide else 2)
+
+
+def _gradients(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    width = 32 if dtype == torch.float32 else 64
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, width), BV=_block(V, width)), num_warps=8, num_stages=2)
+
+
+_RECORDS = {
+    "chunk_table_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BR=64, BN=64)),
+    "chunk_local_cumsum": lambda arch, K, V, dtype: LaunchRecord(dict(BX=64)),
+    "gdn_prep": _prep,
+    "gdn_recurrence": _recurrence,
+    "gdn_two_recurrences": _recurrence,
+    "gdn_pair_gradients": _gradients,
+    "gdn_state_gradients": _gradients,
+    "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8),
+}
 
 
 def launch_record(kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-    """The record measured for the architecture, or the nearest sound default."""
-    return _RECORDS.get(kernel, LaunchRecord())
+    """The record of a kernel for an architecture (`sm_80`, `sm_90`, `sm_100`), head sizes and dtype."""
+    return _RECORDS[kernel](arch, K, V, dtype)

@@ -1,12 +1,29 @@
-"""Launch records of the host: tiles large enough that few programs run in the slow interpreter."""
+"""Launch records of the host: tiles large enough that few programs run in the slow interpreter, small enough that tests
+meet more than one tile a row."""
 
 import torch
 
 from graphlin.backends.protocol import LaunchRecord
 
-_TILES: dict[str, dict] = {}
+
+def _block(size: int, largest: int) -> int:
+    """The power of two that covers `size`, between 16 and `largest`."""
+    return min(largest, max(16, 1 << (size - 1).bit_length()))
+
+
+_DOT = dict(PREC="ieee", COPY_LHS=False)
+_TILES = {
+    "chunk_table_rows": lambda K, V: dict(BR=64, BN=64),
+    "chunk_local_cumsum": lambda K, V: dict(BX=64),
+    "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee"),
+    "gdn_recurrence": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64)),
+    "gdn_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64)),
+    "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
+    "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
+    "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
+}
 
 
 def launch_record(kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-    """The host's record of a kernel; every architecture, shape and dtype shares it."""
-    return LaunchRecord(tiles=_TILES.get(kernel, {}), waves=1)
+    """The host's record of a kernel; every architecture, chunk size and dtype shares it."""
+    return LaunchRecord(tiles=_TILES[kernel](K, V), waves=1)
