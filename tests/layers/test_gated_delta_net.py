@@ -1,0 +1,283 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+import graphlin
+from graphlin.layers import GatedDeltaNet
+from graphlin.ops import reference
+from tests.tolerances import assert_close_rms
+
+SIZES = {"hidden_size": 24, "head_dim": 16, "num_heads": 1, "num_v_heads": 2, "expand_v": 1, "chunk_size": 16}
+VARIANTS = {
+    "plain": {},
+    "odd sizes, bias": {"hidden_size": 25, "head_dim": 12, "expand_v": 1.5, "conv_bias": True, "conv_size": 3},
+    "no gate, no convolution": {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True},
+}
+
+# flash-linear-attention's GatedDeltaNet(hidden_size=1000, expand_v=2, head_dim=64, num_heads=3, num_v_heads=6, conv_bias=True)
+FLA_PARAMETERS = {
+    "A_log": (6,), "dt_bias": (6,),
+    "q_proj.weight": (192, 1000), "k_proj.weight": (192, 1000), "v_proj.weight": (768, 1000),
+    "a_proj.weight": (6, 1000), "b_proj.weight": (6, 1000), "g_proj.weight": (768, 1000),
+    "q_conv1d.weight": (192, 1, 4), "k_conv1d.weight": (192, 1, 4), "v_conv1d.weight": (768, 1, 4),
+    "q_conv1d.bias": (192,), "k_conv1d.bias": (192,), "v_conv1d.bias": (768,),
+    "o_norm.weight": (128,), "o_proj.weight": (1000, 768),
+}
+
+
+def make_layer(device, **options):
+    """A layer whose gate and norm are away from their symmetric start, so that a wrong one shows."""
+    layer = GatedDeltaNet(**{**SIZES, **options})
+    with torch.no_grad():
+        layer.A_log.uniform_(-1, 1)
+        layer.dt_bias.uniform_(-1, 1)
+        layer.o_norm.weight.uniform_(0.5, 1.5)
+    return layer.to(device)
+
+
+def make_hidden(layer, tokens, batch=1):
+    return torch.randn(batch, tokens, layer.hidden_size, device=layer.A_log.device)
+
+
+def make_states(layer, seqs):
+    widths = [conv.weight.shape for conv in convolutions(layer)]
+    shapes = [(layer.num_v_heads, layer.head_k_dim, layer.head_v_dim), *((d, w) for d, _, w in widths)]
+    return tuple(0.5 * torch.randn(seqs, *shape, device=layer.A_log.device) for shape in shapes)
+
+
+def convolutions(layer):
+    return (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d) if layer.use_short_conv else ()
+
+
+def cumulative(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def reference_layer(layer, p, hidden, cu, states):
+    """The layer written out on float64 parameters `p`, by the per-token reference ops."""
+    delta_state, *conv_states = states
+    mixed, last_inputs = [], []
+    for i, name in enumerate("qkv"):
+        x = hidden @ p[f"{name}_proj.weight"].T
+        if layer.use_short_conv:
+            x, last = reference.causal_conv1d_reference(
+                x, p[f"{name}_conv1d.weight"][:, 0], p.get(f"{name}_conv1d.bias"), initial_state=conv_states[i],
+                output_final_state=True, activation="silu", cu_seqlens=cu)
+            last_inputs.append(last)
+        else:
+            x = F.silu(x)
+        mixed.append(x.unflatten(-1, (-1, layer.head_v_dim if name == "v" else layer.head_k_dim)))
+    o, delta_state = reference.gated_delta_rule_reference(
+        *mixed, hidden @ p["a_proj.weight"].T, hidden @ p["b_proj.weight"].T, initial_state=delta_state,
+        output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=p["A_log"],
+        dt_bias=p["dt_bias"], use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval, cu_seqlens=cu)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p["o_norm.weight"]
+    if layer.use_gate:
+        o = o * F.silu(hidden @ p["g_proj.weight"].T).unflatten(-1, (-1, layer.head_v_dim))
+    return o.flatten(-2) @ p["o_proj.weight"].T, (delta_state, *last_inputs)
+
+
+def weights_for(outputs):
+    """Fixed random weights that turn a list of outputs into one scalar."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(x.shape, generator=generator).to(x.device) for x in outputs]
+
+
+def backward_through(outputs, weights):
+    sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True)).backward()
+
+
+def gradients(layer):
+    return {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def similarity(x, y):
+    """Cosine of the angle between two tensors."""
+    return F.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0)
+
+
+def tolerance_name(parameter):
+    return {"A_log": "dA_log", "dt_bias": "ddt_bias", "a_proj.weight": "dg", "b_proj.weight": "dbeta"}.get(parameter, "dweight")
+
+
+def run(layer, hidden, cu):
+    """Output and gradients of one packed call; the loss weighs row i the same whatever rows follow it."""
+    layer.zero_grad()
+    y = layer(hidden, cu)
+    rows, columns = (torch.arange(n, device=y.device) for n in y.shape[1:])
+    backward_through([y], [torch.sin(1 + rows[:, None] * 1.7 + columns * 2.3)])
+    return y.detach(), gradients(layer)
+
+
+def test_parameters_are_those_of_flash_linear_attention():
+    layer = GatedDeltaNet(hidden_size=1000, expand_v=2, head_dim=64, num_heads=3, num_v_heads=6, conv_bias=True)
+    assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == FLA_PARAMETERS
+    checkpoint = {name: torch.randn(shape) for name, shape in FLA_PARAMETERS.items()}
+    layer.load_state_dict(checkpoint)
+    assert torch.equal(layer.k_conv1d.weight, checkpoint["k_conv1d.weight"])
+
+
+def test_default_sizes_are_those_of_flash_linear_attention():
+    with torch.device("meta"):
+        layer = GatedDeltaNet()
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes["q_proj.weight"] == (1536, 2048)
+    assert shapes["o_proj.weight"] == (2048, 3072)
+    assert shapes["v_conv1d.weight"] == (3072, 1, 4)
+    assert not any(name.endswith(".bias") for name in shapes)
+
+
+def test_gate_starts_in_its_range():
+    layer = GatedDeltaNet(hidden_size=8, head_dim=1, num_heads=500, expand_v=1)
+    decay, step = layer.A_log.exp(), F.softplus(layer.dt_bias)
+    assert 0 <= decay.min() < 1 and 15 < decay.max() <= 16
+    assert 1e-3 * 0.999 <= step.min() < 1.1e-3 and 9e-2 < step.max() <= 1e-1 * 1.001
+    assert layer.A_log._no_weight_decay and layer.dt_bias._no_weight_decay
+    assert torch.equal(layer.o_norm.weight, torch.ones(1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_equals_the_float64_layer(device, variant):
+    layer = make_layer(device, **variant)
+    cu = cumulative(device, 0, 2, 2, 23)
+    hidden = make_hidden(layer, 23).requires_grad_()
+    states = tuple(s.requires_grad_() for s in make_states(layer, 3))
+    y, final = layer(hidden, cu, initial_state=states, output_final_state=True)
+    weights = weights_for([y, *final])
+    backward_through([y, *final], weights)
+
+    p = {name: x.detach().double().requires_grad_() for name, x in layer.named_parameters()}
+    hidden64, *states64 = (x.detach().double().requires_grad_() for x in (hidden, *states))
+    y64, final64 = reference_layer(layer, p, hidden64, cu, states64)
+    backward_through([y64, *final64], weights)
+
+    assert_close_rms("o", y, y64, torch.float32)
+    assert_close_rms("dx", hidden.grad, hidden64.grad, torch.float32)
+    for name, (ours, theirs) in zip(("ht", "final", "final", "final"), zip(final, final64, strict=True), strict=False):
+        assert_close_rms(name, ours, theirs, torch.float32)
+    for ours, theirs in zip(states, states64, strict=True):
+        assert_close_rms("dh0", ours.grad, theirs.grad, torch.float32)
+    for name, parameter in layer.named_parameters():
+        assert_close_rms(tolerance_name(name), parameter.grad, p[name].grad, torch.float32)
+
+
+def test_dense_batch_equals_the_packed_one(device):
+    layer = make_layer(device)
+    hidden = make_hidden(layer, 9, batch=2)
+    dense = layer(hidden)
+    packed = layer(hidden.reshape(1, 18, -1), cumulative(device, 0, 9, 18))
+    assert torch.equal(dense.reshape(1, 18, -1), packed)
+
+
+def test_slack_rows_reach_nothing(device):
+    layer = make_layer(device)
+    cu = cumulative(device, 0, 5, 19)
+    hidden = make_hidden(layer, 19)
+    expected, expected_gradients = run(layer, hidden, cu)
+    slack = torch.full((1, 7, layer.hidden_size), float("nan"), device=device)
+    y, found = run(layer, torch.cat([hidden, slack], 1), cu)
+    assert torch.equal(y[:, 19:], torch.zeros_like(slack))
+    assert_close_rms("o", y[:, :19], expected, torch.float32)
+    for name, gradient in found.items():
+        assert_close_rms(tolerance_name(name), gradient, expected_gradients[name], torch.float32)
+
+
+def test_states_continue_the_sequences(device):
+    layer = make_layer(device)
+    first, second = make_hidden(layer, 12), make_hidden(layer, 9)
+    # The first call ends inside the window of the second sequence's convolution.
+    whole = torch.cat([first[:, :10], second[:, :2], first[:, 10:], second[:, 2:]], 1)
+    expected = layer(whole, cumulative(device, 0, 12, 21))
+    y1, states = layer(first, cumulative(device, 0, 10, 12), output_final_state=True)
+    y2 = layer(second, cumulative(device, 0, 2, 9), initial_state=states)
+    continued = torch.cat([y1[:, :10], y2[:, :2], y1[:, 10:], y2[:, 2:]], 1)
+    assert_close_rms("o", continued, expected, torch.float32)
+    backward_through([continued], weights_for([continued]))
+    found = gradients(layer)
+    layer.zero_grad()
+    backward_through([expected], weights_for([expected]))
+    for name, gradient in gradients(layer).items():
+        assert_close_rms(tolerance_name(name), found[name], gradient, torch.float32)
+
+
+def test_cu_seqlens_is_read_at_each_call_and_never_changed(device):
+    layer = make_layer(device)
+    hidden = make_hidden(layer, 20)
+    cu = cumulative(device, 0, 11, 20)
+    first = layer(hidden, cu)
+    assert cu.tolist() == [0, 11, 20]
+    cu[1] = 3
+    second = layer(hidden, cu)
+    assert torch.equal(second, layer(hidden, cumulative(device, 0, 3, 20)))
+    assert not torch.equal(first, second)
+
+
+def test_given_chunk_table_is_used(device):
+    layer = make_layer(device)
+    hidden, cu = make_hidden(layer, 20), cumulative(device, 0, 11, 20)
+    table = graphlin.prepare_chunk_indices(cu, 32, layer.chunk_size)
+    assert torch.equal(layer(hidden, cu, chunk_indices=table), layer(hidden, cu))
+    with pytest.raises(ValueError, match="chunk_indices"):
+        layer(hidden, cu, chunk_indices=table[:1])
+
+
+def test_no_tokens_at_all(device):
+    layer = make_layer(device)
+    hidden = make_hidden(layer, 0).requires_grad_()
+    states = make_states(layer, 1)
+    y, final = layer(hidden, cumulative(device, 0, 0), initial_state=states, output_final_state=True)
+    assert y.shape == (1, 0, layer.hidden_size)
+    for state, initial in zip(final, states, strict=True):
+        assert torch.equal(state, initial)
+    y.sum().backward()
+    assert hidden.grad.shape == hidden.shape
+    assert all(p.grad is None or not p.grad.any() for p in layer.parameters())
+
+
+def test_dtype_follows_the_module(device):
+    layer = make_layer(device).bfloat16()
+    hidden, cu = make_hidden(layer, 20).bfloat16(), cumulative(device, 0, 11, 20)
+    y, found = run(layer, hidden, cu)
+    assert y.dtype == torch.bfloat16
+    expected, expected_gradients = run(layer.float(), hidden.float(), cu)
+    # Every projection rounds to bfloat16 too, so the tolerances of a single op don't bind.
+    assert similarity(y, expected) > 0.9995
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.bfloat16
+        assert similarity(gradient, expected_gradients[name]) > 0.995, name
+
+
+def test_autocast_keeps_parameters_and_their_gradients_in_float32(device):
+    layer = make_layer(device)
+    hidden, cu = make_hidden(layer, 20), cumulative(device, 0, 11, 20)
+    with torch.autocast(device.type, torch.bfloat16):
+        y, found = run(layer, hidden, cu)
+    assert y.dtype == torch.bfloat16
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert similarity(y, layer(hidden, cu)) > 0.9995
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"num_heads": 2, "num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads=2, found 3"),
+    ({"head_dim": 10, "expand_v": 1.25}, "expand_v: expected head_dim"),
+])
+def test_wrong_sizes_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        GatedDeltaNet(**{**SIZES, **options})
+
+
+def test_wrong_arguments_are_named_and_the_layer_still_works(device):
+    layer = make_layer(device)
+    hidden, cu = make_hidden(layer, 8), cumulative(device, 0, 8)
+    expected = layer(hidden, cu)
+    with pytest.raises(ValueError, match=r"hidden_states: expected shape \[B, T, 24\], found \[1, 8, 23\]"):
+        layer(hidden[..., :23], cu)
+    with pytest.raises(ValueError, match="hidden_states: expected a batch of 1 with cu_seqlens, found 2"):
+        layer(hidden.expand(2, -1, -1), cu)
+    with pytest.raises(ValueError, match="initial_state: expected the 4 states that this layer returns, found 1"):
+        layer(hidden, cu, initial_state=make_states(layer, 1)[:1])
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        layer(hidden, cu.float())
+    with pytest.raises(TypeError, match="cu_seqlen"):
+        layer(hidden, cu_seqlen=cu)
+    assert torch.equal(layer(hidden, cu), expected)
