@@ -39,7 +39,7 @@ test: $(READY)  ## Runs the test suite on the CPU.
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-device:  ## Runs the test suite on an accelerator, with the packages that PYTHON already has.
-	$(PYTHON) -m pytest --device $(DEVICE) $(ARGS)
+	$(PYTHON) -m pytest --device $(DEVICE) --require-device $(ARGS)
 
 cuda-compile: $(READY)  ## Compiles every kernel for NVIDIA devices and checks what it needs; no GPU.
 	$(BIN)/python ci/cuda_compile.py $(ARGS)

@@ -33,12 +33,12 @@ class Lane:
 
 
 TRITON36 = "VENV=.venv-triton36 CONSTRAINTS=ci/constraints-triton36.txt"
-ON_CUDA = ("make test-device DEVICE=cuda PYTHON=python", "python -m graphlin demo --json")
+ON_CUDA = ("make test-device DEVICE=cuda PYTHON=python ARGS=--slow", "python -m graphlin demo --json")
 
 LANES = (
     Lane("lint", "ruff, and the workflow in sync with this file", ("make lint",), minutes=15),
-    Lane("host-triton39", "Triton 3.9's interpreter on the CPU", ("make test",)),
-    Lane("host-triton36", "Triton 3.6's interpreter on the CPU", (f"make test {TRITON36}",),
+    Lane("host-triton39", "Triton 3.9's interpreter on the CPU", ("make test ARGS=--slow",), short=("make test",)),
+    Lane("host-triton36", "Triton 3.6's interpreter on the CPU", (f"make test {TRITON36} ARGS=--slow",),
          short=(f'make test {TRITON36} ARGS="tests/kernels tests/ops"',)),
     Lane("cuda-compile", "Triton 3.9 to sm_80, sm_90 and sm_100, all variants; no GPU", ("make cuda-compile",),
          short=('make cuda-compile ARGS="--variants main"',)),
@@ -48,7 +48,7 @@ LANES = (
     Lane("cuda-h100", "H100 (sm_90): the suite and the demo", ON_CUDA, runner="h100"),
     Lane("cuda-h200", "H200 (sm_90): the suite and the demo", ON_CUDA, runner="h200"),
     Lane("npu-910b", "Ascend 910B, torch_npu and triton-ascend: the suite and the demo",
-         ("make test-device DEVICE=npu PYTHON=python", "python -m graphlin demo --json"),
+         ("make test-device DEVICE=npu PYTHON=python ARGS=--slow", "python -m graphlin demo --json"),
          runner="ascend-910b", waits_for="the npu backend"),
 )
 

@@ -1,0 +1,35 @@
+"""What a cubin may take of an NVIDIA device."""
+
+import sys
+from dataclasses import dataclass
+
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
+"""Bytes of shared memory that one program can have."""
+
+STACK_LIMIT = {"sm_80": 256, "sm_90": 256}
+"""Bytes of stack of a thread, where spilled registers go; for the main records alone."""
+
+MEASURED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {}
+"""(kernel, arch) -> bytes that a main record may spill instead, and the measurement that shows that it is best so."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a cubin takes of the device, or why there is none."""
+
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    error: str = ""
+
+
+def fault(kernel: str, arch: str, main: bool, needs: Needs) -> str:
+    """What is wrong with a cubin, or an empty string; `main` says whether its launch record is a main one."""
+    if needs.error:
+        return f"does not compile: {needs.error}"
+    if needs.shared > SHARED_LIMIT[arch]:
+        return f"needs {needs.shared:,} bytes of shared memory, {arch} has {SHARED_LIMIT[arch]:,}"
+    allowed = max(STACK_LIMIT.get(arch, sys.maxsize), MEASURED_SPILLS.get((kernel, arch), (0, ""))[0])
+    if main and needs.stack > allowed:
+        return f"spills {needs.stack} bytes a thread, a main record may spill {allowed}"
+    return ""
