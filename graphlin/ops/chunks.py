@@ -6,7 +6,7 @@ from graphlin.chunking import max_chunks
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.kernels.cumsum import run_chunk_local_cumsum
 from graphlin.kernels.packing import Packing
-from graphlin.ops.validation import check_chunk_size, check_cu_seqlens, check_cu_values, check_tensor, read_cu_seqlens
+from graphlin.ops.validation import check_chunk_size, check_cu_seqlens, check_cu_values, check_tensor, read_values
 
 
 def prepare_chunk_indices(cu_seqlens: torch.Tensor, max_tokens: int, chunk_size: int = 64) -> torch.Tensor:
@@ -101,6 +101,6 @@ def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None,
 def _exact_table(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> torch.Tensor:
     """The table without sentinels, from values read on the host."""
     check_cu_values(cu_seqlens, tokens)
-    values = read_cu_seqlens(cu_seqlens, "graph_capture=False")
+    values = read_values("cu_seqlens", cu_seqlens, "graph_capture=False")
     rows = [(i, t) for i, (a, b) in enumerate(zip(values, values[1:], strict=False)) for t in range(-(-(b - a) // chunk_size))]
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, 2).to(cu_seqlens.device)

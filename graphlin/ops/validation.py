@@ -1,6 +1,7 @@
 """Argument checks of the public ops: each names the argument, what was expected and what was found."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,17 +45,17 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str) -> No
         raise ValueError(f"{name}: expected batch 1 with cu_seqlens (pack the sequences along dim 1), found batch {x.shape[0]}")
 
 
-def read_cu_seqlens(cu_seqlens: torch.Tensor, purpose: str) -> list[int]:
-    """The values on the host: one sync, refused inside a capture."""
-    if get_backend(cu_seqlens.device).is_capturing():
-        raise HostSync(f"{purpose} reads cu_seqlens on the host, which a capture cannot do; "
+def read_values(name: str, x: torch.Tensor, purpose: str) -> Any:
+    """The tensor's values on the host (as `tolist`): one sync, refused inside a capture."""
+    if get_backend(x.device).is_capturing():
+        raise HostSync(f"{purpose} reads {name} on the host, which a capture cannot do; "
                        "leave it out of the captured call, or do it before the capture.")
-    return cu_seqlens.tolist()
+    return x.tolist()
 
 
 def check_cu_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
     """Raises ValueError unless the values start at 0, never decrease and end within `tokens`."""
-    values = read_cu_seqlens(cu_seqlens, "validate=True")
+    values = read_values("cu_seqlens", cu_seqlens, "validate=True")
     if values[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, found {values[0]}")
     for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):

@@ -1,0 +1,344 @@
+"""Gated DeltaNet, the gradients of q, k, g and beta, in three launches that split by the tiles they hold.
+
+pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ and D = stril(Γ∘(s q kᵀ∘F − k kᵀ∘H)),
+    X = (s stril(Γ∘F) + diag(s F))B and W = −stril(Γ∘H)B summed over the value heads of a key head, and the pairs' share of dg, dβ.
+states (C x K tiles): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ.
+finish: the l2 norm's, gate's and sigmoid's own gradients.
+dg takes pair terms from C x C tiles: a pair outside j < t <= i then cancels exactly, which row dots of rounded products do not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_rows
+from graphlin.kernels.gates import decay_matrix, sigmoid, softplus
+from graphlin.kernels.gdn_problem import Prologue, Workspace
+from graphlin.kernels.launch import grid_stride, launch, record_for
+from graphlin.kernels.packing import Packing
+
+
+@triton.jit
+def _pair_tiles(do, dv, E, p_v, m_t, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+                PREC: tl.constexpr):
+    """F = dO Eᵀ and H = dV Eᵀ, [BT, BT]."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    o_c = tl.arange(0, BT)
+    b_f = tl.zeros([BT, BT], dtype=tl.float32)
+    b_h = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in range(0, NV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_tv = row_mask(m_t, o_v, V, BV)
+        p = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
+        b_et = tl.trans(tl.load(E + p, mask=m_tv, other=0.))                                             # [BV, BT]
+        b_f = tl.dot(tl.load(do + p, mask=m_tv, other=0.), b_et, b_f, input_precision=PREC)
+        b_h = tl.dot(tl.load(dv + p, mask=m_tv, other=0.), b_et, b_h, input_precision=PREC)
+    return b_f, b_h
+
+
+@triton.jit
+def _key_products(q, k, p_t, m_t, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+                  COPY_LHS: tl.constexpr):
+    """k kᵀ and q kᵀ, [BT, BT]."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    o_c = tl.arange(0, BT)
+    b_kk = tl.zeros([BT, BT], dtype=tl.float32)
+    b_qk = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, NK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_tk = row_mask(m_t, o_k, K, BK)
+        p = p_t + o_c[:, None] * (H * K) + o_k[None, :]
+        b_k = tl.load(k + p, mask=m_tk, other=0.)                                                        # [BT, BK]
+        b_kt = tl.trans(b_k)
+        b_kk = tl.dot(keep(b_k, COPY_LHS), b_kt, b_kk, input_precision=PREC)
+        b_qk = tl.dot(tl.load(q + p, mask=m_tk, other=0.), b_kt, b_qk, input_precision=PREC)
+    return b_kk, b_qk
+
+
+@triton.jit
+def _pair_chunk(q, k, do, E, dv, G, b, rq, rk, xw, pv, i_n, i_t, i_h, cu, T, NS, scale,
+                H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    R: tl.constexpr = HV // H
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    slot = chunk_slot(bos, i_n, i_t, BT, NS)
+    row = bos + i_t * BT
+    o_c = tl.arange(0, BT)
+    m_t = i_t * BT + o_c < n
+    low = o_c[:, None] > o_c[None, :]
+    eye = o_c[:, None] == o_c[None, :]
+    b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
+    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
+    b_kk, b_qk = _key_products(q, k, (row * H + i_h) * K, m_t, H, K, BT, BK, PREC, COPY_LHS)
+    b_kk = b_kk * b_rk[:, None] * b_rk[None, :]
+    b_qk = b_qk * b_rq[:, None] * b_rk[None, :] * scale
+    b_qkd = tl.sum(tl.where(eye, b_qk, 0.0), 1)
+    b_xs = tl.zeros([BT, BT], dtype=tl.float32)
+    b_ws = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_r in range(0, R):
+        i_hv = i_h * R + i_r
+        p = slot * HV + i_hv
+        b_b = tl.load(b + p * BT + o_c)
+        b_f, b_h = _pair_tiles(do, dv, E, (row * HV + i_hv) * V, m_t, HV, V, BT, BV, PREC)
+        b_gam = decay_matrix(tl.load(G + p * BT + o_c), BT)
+        b_f = b_f * b_gam
+        b_h = tl.where(low, b_h * b_gam, 0.0)
+        b_d0 = tl.where(low, b_qk * b_f, 0.0) - b_kk * b_h                                               # [BT, BT]
+        b_cs = tl.sum(b_d0, 0)
+        tl.store(pv + p * (2 * BT) + o_c, tl.sum(b_d0 * b_b[None, :], 1) - b_b * b_cs)
+        tl.store(pv + p * (2 * BT) + BT + o_c, b_cs + tl.sum(tl.where(eye, b_f, 0.0), 1) * b_qkd)
+        b_xs += b_f * (b_b * scale)[None, :]
+        b_ws -= b_h * b_b[None, :]
+    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
+    tl.store(xw + p_c, b_xs)
+    tl.store(xw + p_c + BT * BT, b_ws + tl.trans(b_ws))
+
+
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
+def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, NT, NTS, NS, scale,
+                       H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                       BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
+                       PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    """Tasks (chunk, key head), grid-stride."""
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // H, NTS, VARLEN)
+        live = True
+        if GRAPH_CAPTURE:
+            live = (i_n >= 0) & (i_n < N)
+        if live:
+            _pair_chunk(q, k, do, E, dv, G, b, rq, rk, xw, pv, i_n, i_t, i_task % H, cu, T, NS, scale,
+                        H, HV, K, V, BT, BK, BV, VARLEN, PREC, COPY_LHS)
+
+
+@triton.jit
+def _state_product(x, S, p_v, p_s, i_k, m_t, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                   BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """x Sᵀ for one K tile, [BT, BK]; the state is stored transposed."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    o_c = tl.arange(0, BT)
+    o_k = i_k * BK + tl.arange(0, BK)
+    b_y = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_v in range(0, NV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        p_x = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
+        b_x = tl.load(x + p_x, mask=row_mask(m_t, o_v, V, BV), other=0.)                                 # [BT, BV]
+        b_s = tl.load(S + p_s + o_v[:, None] * K + o_k[None, :], mask=row_mask(o_v < V, o_k, K, BK), other=0.)
+        b_y = tl.dot(b_x, b_s, b_y, input_precision=PREC)
+    return b_y
+
+
+@triton.jit
+def _state_inner(St, Rt, p_s, i_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """⟨S, R⟩ over one K tile."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    o_k = i_k * BK + tl.arange(0, BK)
+    b_y = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(0, NV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_s = row_mask(o_v < V, o_k, K, BK)
+        p = p_s + o_v[:, None] * K + o_k[None, :]
+        b_s = tl.load(St + p, mask=m_s, other=0.).to(tl.float32)                                         # [BV, BK]
+        b_y += tl.sum(b_s * tl.load(Rt + p, mask=m_s, other=0.).to(tl.float32), 0)
+    return tl.sum(b_y, 0)
+
+
+@triton.jit
+def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
+                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+    R: tl.constexpr = HV // H
+    NK: tl.constexpr = (K + BK - 1) // BK
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    slot = chunk_slot(bos, i_n, i_t, BT, NS)
+    row = bos + i_t * BT
+    o_c = tl.arange(0, BT)
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_t = i_t * BT + o_c < n
+    m_tk = row_mask(m_t, o_k, K, BK)
+    p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                          # [BT, BK]
+    b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+    b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
+    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_r in range(0, R):
+        i_hv = i_h * R + i_r
+        p = slot * HV + i_hv
+        p_v = (row * HV + i_hv) * V
+        p_s = p * (K * V)
+        b_G = tl.load(G + p * BT + o_c)
+        b_gl = tl.load(G + p * BT + BT - 1)
+        b_eg = tl.exp(b_G)
+        b_t = _state_product(E, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * tl.exp(b_gl - b_G)[:, None]
+        b_w = b_rk * tl.sum(b_k.to(tl.float32) * b_t, 1)
+        b_dk += b_t * tl.load(b + p * BT + o_c)[:, None]
+        b_t = _state_product(do, St, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * (b_eg * scale)[:, None]
+        b_a = b_rq * tl.sum(b_q.to(tl.float32) * b_t, 1)
+        b_dq += b_t
+        b_t = _state_product(dv, St, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * b_eg[:, None]
+        b_a -= b_rk * tl.sum(b_k.to(tl.float32) * b_t, 1)
+        b_dk -= b_t
+        p_t = (i_k * NS + slot) * HV + i_hv
+        tl.store(pk + p_t * (2 * BT) + o_c, b_w)
+        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
+        tl.store(psr + p_t, _state_inner(St, Rt, p_s, i_k, K, V, BK, BV))
+    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
+    b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
+    b_ws = tl.load(xw + p_c + BT * BT)
+    b_dq = tl.dot((b_xs * b_rk[None, :]).to(b_k.dtype), b_k, b_dq, input_precision=PREC)
+    b_dk = tl.dot((b_ws * b_rk[None, :]).to(b_k.dtype), b_k, b_dk, input_precision=PREC)
+    b_dk = tl.dot(tl.trans((b_xs * b_rq[:, None]).to(b_q.dtype)), b_q, b_dk, input_precision=PREC)
+    p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
+    tl.store(dqk + p_w, b_dq)
+    tl.store(dqk + p_w + BT * NK * BK, b_dk)
+
+
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
+def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
+                        H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                        BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
+                        PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    """Tasks (chunk, key head, K tile), grid-stride."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * NK), tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // (H * NK), NTS, VARLEN)
+        live = True
+        if GRAPH_CAPTURE:
+            live = (i_n >= 0) & (i_n < N)
+        if live:
+            _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, (i_task // NK) % H, i_task % NK,
+                         cu, T, NS, scale, H, HV, K, V, BT, BK, BV, VARLEN, PREC)
+
+
+@triton.jit
+def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
+                 HV: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 BETA: tl.constexpr, REV_SCAN: tl.constexpr):
+    """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients."""
+    o_c = tl.arange(0, BT)
+    p = slot * HV + i_hv
+    p_g = row * HV + i_hv
+    b_b = tl.load(b + p * BT + o_c)
+    b_a = tl.load(pv + p * (2 * BT) + o_c)
+    b_db = tl.load(pv + p * (2 * BT) + BT + o_c)
+    b_w = tl.zeros([BT], dtype=tl.float32)
+    b_sr = 0.0
+    for i_k in range(0, NK):
+        p_t = (i_k * NS + slot) * HV + i_hv
+        b_w += tl.load(pk + p_t * (2 * BT) + o_c)
+        b_a += tl.load(pk + p_t * (2 * BT) + BT + o_c)
+        b_sr += tl.load(psr + p_t)
+    b_db += b_w
+    b_bw = b_b * b_w
+    if REV_SCAN:
+        b_dg = tl.cumsum(b_a, 0, reverse=True)
+    else:
+        b_dg = tl.sum(b_a, 0) - tl.cumsum(b_a, 0) + b_a
+    b_dg += (tl.cumsum(b_bw, 0) - b_bw) + tl.exp(tl.load(G + p * BT + BT - 1)) * b_sr
+    b_dg = tl.where(m_t, b_dg, 0.0)
+    if GATE:
+        b_u = tl.load(g + p_g + o_c * HV, mask=m_t, other=0.).to(tl.float32)
+        if BIAS:
+            b_u = b_u + tl.load(dt_bias + i_hv).to(tl.float32)
+        b_ea = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        tl.store(dgate + (i_c * 2) * HV + i_hv, tl.sum(b_dg * -b_ea * softplus(b_u), 0))
+        b_dg = -b_dg * b_ea * sigmoid(b_u)
+        tl.store(dgate + (i_c * 2 + 1) * HV + i_hv, tl.sum(b_dg, 0))
+    if BETA > 0:
+        b_db = b_db * b_b * (1.0 - b_b * (1.0 / BETA))
+    tl.store(dg + p_g + o_c * HV, b_dg.to(dg.dtype.element_ty), mask=m_t)
+    tl.store(dbeta + p_g + o_c * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def _finish_rows(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, L2: tl.constexpr):
+    """dx from the gradient of r∘x: r (dx − r² x (x·dx)) with l2norm, as it is without."""
+    o_c = tl.arange(0, BT)
+    b_y = tl.zeros([BT], dtype=tl.float32)
+    b_r = tl.load(r + p_r + o_c)
+    if L2:
+        for i_k in range(0, NK):
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
+            b_x = tl.load(x + p_x, mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)              # [BT, BK]
+            b_y += tl.sum(b_x * tl.load(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :]), 1)
+        b_y = b_y * b_r * b_r
+    for i_k in range(0, NK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_tk = row_mask(m_t, o_k, K, BK)
+        p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
+        b_dx = tl.load(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :])
+        if L2:
+            b_dx = (b_dx - tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32) * b_y[:, None]) * b_r[:, None]
+        tl.store(dx + p_x, b_dx.to(dx.dtype.element_ty), mask=m_tk)
+
+
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
+def gdn_finish_gradients(q, k, g, beta, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, cu, chunks,
+                         N, T, NT, NTS, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                         BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr,
+                         VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, REV_SCAN: tl.constexpr):
+    """Tasks (chunk, key head), grid-stride; BK is that of gdn_state_gradients, whose tiles it sums."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    R: tl.constexpr = HV // H
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
+        i_c = i_task // H
+        i_h = i_task % H
+        i_n, i_t = chunk(chunks, i_c, NTS, VARLEN)
+        live = True
+        if GRAPH_CAPTURE:
+            live = (i_n >= 0) & (i_n < N)
+        if live:
+            bos, n = sequence(cu, i_n, T, VARLEN)
+            slot = chunk_slot(bos, i_n, i_t, BT, NS)
+            row = bos + i_t * BT
+            m_t = i_t * BT + tl.arange(0, BT) < n
+            for i_r in range(0, R):
+                i_hv = i_h * R + i_r
+                _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
+                             i_hv, m_t, NS, HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
+            p_t = (row * H + i_h) * K
+            p_r = (slot * H + i_h) * BT
+            p_w = (slot * H + i_h) * (2 * BT * NK * BK)
+            _finish_rows(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, L2)
+            _finish_rows(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, L2)
+    if VARLEN:
+        first = active_rows(cu, N, T)
+        zero_rows(dq, first, T, H * K, 1024)
+        zero_rows(dk, first, T, H * K, 1024)
+        zero_rows(dg, first, T, HV, 1024)
+        zero_rows(dbeta, first, T, HV, 1024)
+
+
+def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, E: torch.Tensor,
+                  dv: torch.Tensor, St: torch.Tensor, Rt: torch.Tensor, work: Workspace, prologue: Prologue, packing: Packing,
+                  scale: float) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dg, dbeta like their inputs, and per chunk `[NT, 2, HV]` the partials of dA_log and ddt_bias (None without gate)."""
+    (H, K), (HV, V), BT, NS = q.shape[2:], do.shape[2:], packing.BT, packing.NS
+    pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
+    states = record_for("gdn_state_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
+    finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
+    BK = states.tiles["BK"]
+    NK = -(-K // BK)
+    xw = _float32(work.G, NS, H, 2, BT, BT)
+    pv, pk, psr = _float32(work.G, NS, HV, 2, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
+    dqk = _float32(work.G, NS, H, 2, BT, NK * BK)
+    dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
+    dgate = _float32(work.G, packing.NT, 2, HV) if prologue.A_log is not None else None
+    rows = (work.G, work.b, work.rq, work.rk)
+    where = (packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS)
+    common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
+    launch(gdn_pair_gradients, grid_stride(packing.NT * H, pairs, q.device), q, k, do, E, dv, *rows, xw, pv, *where, scale,
+           record=pairs, **common, V=V)
+    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dqk,
+           pk, psr, *where, scale, record=states, **common, V=V)
+    launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, beta, prologue.A_log,
+           prologue.dt_bias, *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK,
+           **prologue.constexprs)
+    return dq, dk, dg, dbeta, dgate

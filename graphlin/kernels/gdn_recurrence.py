@@ -1,0 +1,211 @@
+"""Gated DeltaNet, the serial kernels: the state from chunk to chunk, forward, and its gradient, backward.
+
+With S the state entering a chunk and R the gradient of the state leaving it through later chunks (rows scaled by a vector in
+front, r_k, r_q the l2 norms' inverses):
+    E = A (V − e^G r_k∘(k S)),      O = s e^G r_q∘(q S) + P E,      S ← e^(G_C) S + kᵀ(β r_k e^(G_C−G)∘E)
+    dE = Pᵀ dO + β r_k e^(G_C−G)∘(k R),  dV = Aᵀ dE,
+    R ← e^(G_C) R + qᵀ(s e^G r_q∘dO) − kᵀ(e^G r_k∘dV)
+The two recurrences need nothing of each other. States are kept transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that
+they stay in registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
+from graphlin.kernels.gdn_problem import Workspace
+from graphlin.kernels.launch import launch, record_for
+from graphlin.kernels.packing import Packing
+
+
+@triton.jit
+def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """A tile of an `[N, HV, K, V]` (or `[N, HV, V, K]`) state, transposed: [BV, BK] float32."""
+    p = p_h + i_nh.to(tl.int64) * (K * V)
+    if V_FIRST:
+        b_h = tl.load(p + o_v[:, None] * K + o_k[None, :], mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.)
+    else:
+        b_h = tl.trans(tl.load(p + o_k[:, None] * V + o_v[None, :], mask=(o_k < K)[:, None] & (o_v < V)[None, :], other=0.))
+    return b_h.to(tl.float32)
+
+
+@triton.jit
+def _store_state(p_h, b_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    p = p_h + i_nh.to(tl.int64) * (K * V)
+    b_h = b_h.to(p_h.dtype.element_ty)
+    if V_FIRST:
+        tl.store(p + o_v[:, None] * K + o_k[None, :], b_h, mask=(o_v < V)[:, None] & (o_k < K)[None, :])
+    else:
+        tl.store(p + o_k[:, None] * V + o_v[None, :], tl.trans(b_h), mask=(o_k < K)[:, None] & (o_v < V)[None, :])
+
+
+@triton.jit
+def _row_scales(G, b, rk, p, p_r, BT: tl.constexpr):
+    """e^G, e^(G_C), r_k e^G (reading scale) and β r_k e^(G_C−G) (writing scale) of one chunk."""
+    o_c = tl.arange(0, BT)
+    b_G = tl.load(G + p * BT + o_c)
+    b_gl = tl.load(G + p * BT + BT - 1)
+    b_rk = tl.load(rk + p_r + o_c)
+    b_eg = tl.exp(b_G)
+    return b_eg, tl.exp(b_gl), b_eg * b_rk, tl.load(b + p * BT + o_c) * b_rk * tl.exp(b_gl - b_G)
+
+
+@triton.jit
+def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T, NS, scale,
+                H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                OUTPUT: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    """Carries S over one sequence. OUTPUT: writes o (and ht); else stores what the gradients need, S before each chunk and E."""
+    i_n = i_nh // HV
+    i_hv = i_nh % HV
+    i_h = i_hv // (HV // H)
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    o_c = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_s = tl.zeros([BV, BK], dtype=tl.float32)
+    if USE_H0:
+        b_s += _load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
+    for i_t in range(0, (n + BT - 1) // BT):
+        row = bos + i_t * BT
+        slot = chunk_slot(bos, i_n, i_t, BT, NS)
+        p = slot * HV + i_hv
+        p_r = (slot * H + i_h) * BT
+        p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
+        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+        m_t = i_t * BT + o_c < n
+        m_tk = row_mask(m_t, o_k, K, BK)
+        m_tv = row_mask(m_t, o_v, V, BV)
+        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
+        b_v = tl.load(v + p_v, mask=m_tv, other=0.)                                                      # [BT, BV]
+        b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
+        b_eg, b_egl, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+        b_so = b_s.to(k.dtype.element_ty)
+        if not OUTPUT:
+            p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
+            tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
+        b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
+        b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC) * b_read[None, :]
+        b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
+        b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_egl, input_precision=PREC)
+        if OUTPUT:
+            b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+            b_p = tl.load(P + p_c)
+            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]
+            b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
+            tl.store(o + p_v, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
+        else:
+            tl.store(E + p_v, tl.trans(b_e).to(E.dtype.element_ty), mask=m_tv)
+    if STORE_HT:
+        _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
+
+
+@triton.jit
+def _gradient_loop(q, k, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS, scale,
+                   H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                   BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
+                   VARLEN: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    """Carries R over one sequence, last chunk first; stores R after each chunk, dv and dh0."""
+    i_n = i_nh // HV
+    i_hv = i_nh % HV
+    i_h = i_hv // (HV // H)
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    o_c = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_r = tl.zeros([BV, BK], dtype=tl.float32)
+    if USE_DHT:
+        b_r += _load_state(dht, i_nh, o_k, o_v, K, V, V_FIRST)
+    NC = (n + BT - 1) // BT
+    for i in range(0, NC):
+        i_t = NC - 1 - i
+        row = bos + i_t * BT
+        slot = chunk_slot(bos, i_n, i_t, BT, NS)
+        p = slot * HV + i_hv
+        p_r = (slot * H + i_h) * BT
+        p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
+        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+        m_t = i_t * BT + o_c < n
+        m_tk = row_mask(m_t, o_k, K, BK)
+        m_tv = row_mask(m_t, o_v, V, BV)
+        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
+        b_dot = tl.trans(tl.load(do + p_v, mask=m_tv, other=0.))                                         # [BV, BT]
+        b_eg, b_egl, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+        b_ro = b_r.to(k.dtype.element_ty)
+        p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
+        tl.store(Rt + p_s, b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
+        b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]                      # [BV, BT]
+        b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
+        b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
+        tl.store(dv + p_v, tl.trans(b_dv).to(dv.dtype.element_ty), mask=m_tv)
+        b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+        b_qs = (b_dot.to(tl.float32) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]).to(b_q.dtype)
+        b_r = tl.dot(b_qs, b_q, b_r * b_egl, input_precision=PREC)
+        b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+    if STORE_DH0:
+        _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
+
+
+@triton.jit(do_not_specialize=["N", "T", "NS"])
+def gdn_recurrence(q, k, v, A, P, G, b, rq, rk, h0, o, ht, cu, N, T, NS, scale,
+                   H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                   BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
+                   VARLEN: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+    """Grid (sequence, value head, V tile). Writes o and ht; BK covers K."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu, T, NS,
+                scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PREC, COPY_LHS)
+    if VARLEN:
+        zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
+
+
+@triton.jit(do_not_specialize=["N", "T", "NS"])
+def gdn_two_recurrences(q, k, v, do, A, P, G, b, rq, rk, h0, dht, St, E, Rt, dv, dh0, cu, N, T, NS, scale,
+                        H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                        BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
+                        STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
+                        COPY_LHS: tl.constexpr):
+    """Grid 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    half = tl.num_programs(0) // 2
+    i_p = tl.program_id(0) % half
+    if tl.program_id(0) < half:
+        _gradient_loop(q, k, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, scale,
+                       H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PREC, COPY_LHS)
+    else:
+        _state_loop(q, k, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS,
+                    scale, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PREC, COPY_LHS)
+    if VARLEN:
+        zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
+
+
+def run_recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Workspace, h0: torch.Tensor | None,
+                   store_ht: bool, v_first: bool, packing: Packing, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o like v, and the final state float32 if wanted."""
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    o = torch.empty_like(v)
+    ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
+    record = record_for("gdn_recurrence", q.device, K=K, V=V, BT=packing.BT, dtype=q.dtype)
+    grid = packing.N * HV * -(-V // record.tiles["BV"])
+    launch(gdn_recurrence, grid, q, k, v, *work, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale, record=record,
+           H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first, VARLEN=packing.varlen)
+    return o, ht
+
+
+def run_two_recurrences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, work: Workspace,
+                        h0: torch.Tensor | None, dht: torch.Tensor | None, store_dh0: bool, v_first: bool, packing: Packing,
+                        scale: float) -> tuple[torch.Tensor, ...]:
+    """St, Rt `[NS, HV, V, K]`, E and dv like v, dh0 like h0 (None unless wanted)."""
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    St, Rt = (v.new_empty(packing.NS, HV, V, K) for _ in range(2))
+    E, dv = torch.empty_like(v), torch.empty_like(v)
+    dh0 = torch.empty_like(h0) if store_dh0 else None
+    record = record_for("gdn_two_recurrences", q.device, K=K, V=V, BT=packing.BT, dtype=q.dtype)
+    grid = 2 * packing.N * HV * -(-V // record.tiles["BV"])
+    launch(gdn_two_recurrences, grid, q, k, v, do, *work, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
+           packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
+           USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen)
+    return St, E, Rt, dv, dh0
