@@ -34,9 +34,10 @@ class GDN:
     @property
     def options(self) -> dict:
         """Keyword arguments of the op that are no tensors."""
-        return {"scale": self.scale, "use_qk_l2norm_in_kernel": self.l2norm, "use_gate_in_kernel": self.gate != "external",
-                "use_beta_sigmoid_in_kernel": self.beta != "given", "allow_neg_eigval": self.beta == "twice_sigmoid",
-                "state_v_first": self.state_v_first, "output_final_state": self.states in ("both", "final")}
+        return {"scale": self.scale, "use_qk_l2norm_in_kernel": self.l2norm,
+                "use_gate_in_kernel": self.gate != "external", "use_beta_sigmoid_in_kernel": self.beta != "given",
+                "allow_neg_eigval": self.beta == "twice_sigmoid", "state_v_first": self.state_v_first,
+                "output_final_state": self.states in ("both", "final")}
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -55,7 +56,8 @@ def gdn_inputs(problem: GDN, device: torch.device, seed: int = 0) -> dict[str, t
     def normal(*shape):
         return torch.randn(*shape, generator=random)
 
-    inputs = {"q": normal(batch, tokens, p.H, p.K), "k": _keys(p, normal, batch, tokens), "v": normal(batch, tokens, p.HV, p.V)}
+    inputs = {"q": normal(batch, tokens, p.H, p.K), "k": _keys(p, normal, batch, tokens),
+              "v": normal(batch, tokens, p.HV, p.V)}
     if not p.l2norm:
         inputs |= {name: F.normalize(inputs[name], dim=-1) for name in "qk"}
     raw = normal(batch, tokens, p.HV)
@@ -131,3 +133,8 @@ def guarded(x: torch.Tensor, fill: float = float("nan"), rows: int = 64) -> torc
     memory = torch.full((x.numel() + 2 * margin,), fill, dtype=x.dtype, device=x.device)
     copy = memory[margin:margin + x.numel()].view(x.shape)
     return copy.copy_(x)
+
+
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    """The whole memory that x lies in, guards included, as integers."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).view(torch.int32)

@@ -33,7 +33,8 @@ class OpCase:
         def normal(*shape, dtype=torch.float32):
             return torch.randn(*shape, generator=random).to(device, dtype)
 
-        drawn = {name: normal(1, tokens, *shape, dtype=dtype) for name, shape in {**self.tokens, "do": self.output}.items()}
+        by_token = {**self.tokens, "do": self.output}
+        drawn = {name: normal(1, tokens, *shape, dtype=dtype) for name, shape in by_token.items()}
         if self.log_decay:
             drawn[self.log_decay] = -drawn[self.log_decay].float().abs()
         drawn |= {name: normal(seqs, *self.state) for name in ("initial_state", "dht")}

@@ -79,7 +79,8 @@ def test_wrong_arguments_of_the_chunk_table(device, arguments, error, message):
 
 @few
 @given(lengths=ragged, slack=st.integers(0, 40), chunk_size=st.sampled_from([16, 32, 64]), reverse=st.booleans(),
-       width=st.sampled_from([(1,), (3,), (2, 5)]), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+       width=st.sampled_from([(1,), (3,), (2, 5)]),
+       dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_chunk_sums_equal_sums_in_float64(device, lengths, slack, chunk_size, reverse, width, dtype):
     cu, tokens = cu_of(tuple(lengths), device), sum(lengths) + slack
     g = torch.randn(1, tokens, *width, device=device).to(dtype)
@@ -117,7 +118,8 @@ def test_chunk_sums_are_the_same_whichever_way_the_chunks_are_found(device):
     ({"chunk_size": 0}, ValueError, "chunk_size.*0"),
     ({"chunk_indices": torch.zeros(1, 3, dtype=torch.int32)}, ValueError, r"chunk_indices.*\[1, 3\]"),
     ({"chunk_indices": torch.zeros(1, 2, dtype=torch.int32)}, ValueError, "chunk_indices.*2.*1"),
-    ({"cu_seqlens": None, "chunk_indices": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "chunk_indices.*cu_seqlens"),
+    ({"cu_seqlens": None, "chunk_indices": torch.zeros(2, 2, dtype=torch.int32)}, ValueError,
+     "chunk_indices.*cu_seqlens"),
     ({"graph_capture": 1.5}, TypeError, "graph_capture.*1.5"),
 ], ids=str)
 def test_wrong_arguments_of_the_chunk_sums(device, arguments, error, message):

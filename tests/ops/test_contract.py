@@ -11,8 +11,8 @@ LENGTHS = (19, 0, 16, 37)
 TOKENS = sum(LENGTHS)
 
 
-def drawn_for(case, device, tokens=TOKENS, seqs=len(LENGTHS), **kwargs):
-    return case.draw(tokens, seqs, device, **kwargs)
+def drawn_for(case, device, tokens=TOKENS, **kwargs):
+    return case.draw(tokens, len(LENGTHS), device, **kwargs)
 
 
 @each_op
