@@ -36,8 +36,8 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import graphlin  # noqa: E402
-from graphlin.backends import LaunchRecord, register_backend  # noqa: E402
-from graphlin.backends.cuda import CudaBackend  # noqa: E402
+from graphlin.backends import GraphBackend, LaunchRecord, register_backend  # noqa: E402
+from graphlin.backends.cuda.tiles import launch_record  # noqa: E402
 
 
 # ------------------------------------------------------------------------------------------------------ variants
@@ -156,13 +156,12 @@ def _specialised(param: Any, argument: Any) -> tuple:
     return (type(argument),)
 
 
-class CompileOnlyBackend(CudaBackend):
-    """Serves CPU tensors as if they were on an NVIDIA device; notes launches instead of running them."""
+class CompileOnlyBackend(GraphBackend):
+    """Serves CPU tensors as if they were on an NVIDIA device; notes launches instead of running them. No graphs."""
 
     device_type = "cpu"
 
     def __init__(self) -> None:
-        super().__init__()
         self.jobs: dict[tuple, Job] = {}
         self.variant = self.current_arch = ""
 
@@ -181,6 +180,10 @@ class CompileOnlyBackend(CudaBackend):
     def num_cores(self, device: torch.device) -> int:
         """Any number: it chooses the grid, which is no part of a cubin."""
         return 132
+
+    def launch_record(self, kernel: str, **problem: Any) -> LaunchRecord:
+        """The record that an NVIDIA device would use."""
+        return launch_record(kernel, **problem)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: dict, record: LaunchRecord) -> None:
         """Notes the launch."""
