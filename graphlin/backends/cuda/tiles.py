@@ -16,7 +16,7 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=1)
 
 
 def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
@@ -33,6 +33,7 @@ def _gradients(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 _RECORDS = {
     "chunk_table_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BR=64, BN=64)),
     "chunk_local_cumsum": lambda arch, K, V, dtype: LaunchRecord(dict(BX=64)),
+    "copy_active_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
     "gdn_prep": _prep,
     "gdn_recurrence": _recurrence,
     "gdn_two_recurrences": _recurrence,
