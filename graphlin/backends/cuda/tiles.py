@@ -30,16 +30,31 @@ def _gradients(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, width), BV=_block(V, width)), num_warps=8, num_stages=2)
 
 
+def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    """A warp loads 512 bytes of a row at a time, 16 a thread."""
+    return LaunchRecord(dict(BR=16, BD=_block(V, 512 // dtype.itemsize)), num_warps=4, waves=8)
+
+
+def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    """One warp walks down 512 bytes of a row at a time; several strands of rows where a row is narrower."""
+    width = 512 // dtype.itemsize
+    BD = _block(V, width)
+    return LaunchRecord(dict(BR=min(16, width // BD), BD=BD, UNROLL=4), num_warps=1, waves=16)
+
+
 _RECORDS = {
     "chunk_table_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BR=64, BN=64)),
     "chunk_local_cumsum": lambda arch, K, V, dtype: LaunchRecord(dict(BX=64)),
     "copy_active_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
+    "conv_forward": _conv_forward,
+    "conv_backward": _conv_backward,
     "gdn_prep": _prep,
     "gdn_recurrence": _recurrence,
     "gdn_two_recurrences": _recurrence,
     "gdn_pair_gradients": _gradients,
     "gdn_state_gradients": _gradients,
     "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8),
+    "sum_chunks": lambda arch, K, V, dtype: LaunchRecord(dict(BR=32, BX=64)),
 }
 
 

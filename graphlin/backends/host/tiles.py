@@ -15,12 +15,16 @@ _DOT = dict(PREC="ieee", COPY_LHS=False)
 _TILES = {
     "chunk_table_rows": lambda K, V: dict(BR=64, BN=64),
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
+    "copy_active_rows": lambda K, V: dict(BLOCK=4096, BN=64),
+    "conv_forward": lambda K, V: dict(BR=16, BD=_block(V, 128)),
+    "conv_backward": lambda K, V: dict(BR=16, BD=_block(V, 128), UNROLL=1),
     "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee"),
     "gdn_recurrence": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64)),
     "gdn_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64)),
     "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
+    "sum_chunks": lambda K, V: dict(BR=32, BX=_block(V, 512)),
 }
 
 
