@@ -1,0 +1,81 @@
+"""The NVIDIA backend: compiled Triton kernels and CUDA graphs."""
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from graphlin.backends.cuda import graph as cuda_graph
+from graphlin.backends.cuda.launch import run_compiled
+from graphlin.backends.cuda.tiles import launch_record
+from graphlin.backends.host.interpreter import is_interpreting
+from graphlin.backends.protocol import LaunchRecord
+
+
+class CudaBackend:
+    """A thin layer over `torch.cuda`."""
+
+    device_type = "cuda"
+
+    @cached_property
+    def _available(self) -> bool:
+        return (torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+                and not is_interpreting())
+
+    def is_available(self) -> bool:
+        return self._available
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def pool_bytes(self, pool: Any, device: torch.device) -> int:
+        return cuda_graph.pool_bytes(pool, device)
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device)
+
+    def stream(self, stream: torch.cuda.Stream) -> AbstractContextManager:
+        return torch.cuda.stream(stream)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def syncs_refused(self) -> AbstractContextManager:
+        return cuda_graph.syncs_refused()
+
+    def capture(self, *, pool: Any, stream: torch.cuda.Stream,
+                error_mode: str = "thread_local") -> AbstractContextManager[torch.cuda.CUDAGraph]:
+        return cuda_graph.record(pool, stream, error_mode)
+
+    def arch(self, device: torch.device) -> str:
+        return _arch(_index(device))
+
+    def num_cores(self, device: torch.device) -> int:
+        return _multiprocessors(_index(device))
+
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+
+    def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
+        run_compiled(kernel, grid, args, constexprs, record)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _arch(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

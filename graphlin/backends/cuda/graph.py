@@ -1,0 +1,109 @@
+"""CUDA graphs: captures that fail before they break, and end clean when they do not."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphlin.backends.frames import blame
+from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
+
+_SYNC_ERROR = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
+
+
+@contextmanager
+def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures the body on `stream`. After a failure the capture is ended, the graph reset and the stream usable."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), _compiles_refused(), _failures_typed():
+        graph.capture_begin(pool=pool, capture_error_mode=error_mode)
+        try:
+            with syncs_refused():
+                yield graph
+        except BaseException:
+            _abandon(graph, pool, stream.device)
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _abandon(graph, pool, stream.device)
+            raise
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """Ends a capture that failed. An invalidated one raises before the allocator leaves the pool, so that is done here."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        except RuntimeError:
+            pass  # the allocator had left it already
+    graph.reset()
+
+
+@contextmanager
+def syncs_refused() -> Iterator[None]:
+    """Turns a host sync of the body into HostSync, raised before the device is asked to wait."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if _SYNC_ERROR not in str(error):
+            raise
+        raise HostSync(f"the block waits for the device at {blame(traceback.extract_tb(error.__traceback__))}: a graph "
+                       "cannot repeat that. Keep the value on the device (masks, torch.where, bounded sizes) or "
+                       "compute it outside the block.") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _failures_typed() -> Iterator[None]:
+    try:
+        yield
+    except GraphlinError:
+        raise
+    except torch.cuda.OutOfMemoryError as error:
+        raise Resource(f"out of device memory during the capture; use a smaller tier or fewer slots. {error}") from error
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+        raise CaptureError(f"the capture broke at {blame(traceback.extract_tb(error.__traceback__))}: the block does "
+                           f"there what a CUDA graph cannot hold. {error}") from error
+
+
+@contextmanager
+def _compiles_refused() -> Iterator[None]:
+    """Triton asks this hook before it compiles; a launch of a compiled kernel does not come here."""
+    owner, name = _cache_hook()
+    previous = getattr(owner, name)
+    setattr(owner, name, _refuse_compile)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
+
+
+def _cache_hook() -> tuple[Any, str]:
+    import triton
+    if hasattr(triton, "knobs"):
+        return triton.knobs.runtime, "jit_cache_hook"
+    return triton.runtime.jit.JITFunction, "cache_hook"
+
+
+def _refuse_compile(*args: Any, **kwargs: Any) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        return None  # another thread's kernel
+    raise ColdKernel(f"kernel {kwargs['fn'].name} would be compiled inside a capture, launched from "
+                     f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options before "
+                     "capturing (num_warmup_iters of at least 1).")
+
+
+def pool_bytes(pool: Any, device: torch.device) -> int:
+    """Bytes of the allocator's segments that belong to the pool."""
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
+               if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index)

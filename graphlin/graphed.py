@@ -1,0 +1,339 @@
+"""A block whose calls are replayed from graphs wherever that gives the eager result, and run eagerly elsewhere."""
+
+import operator
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphlin.backends import GraphBackend, get_backend
+from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow
+from graphlin.kernels.chunk_table import chunk_table
+from graphlin.kernels.copy_rows import RowCopy
+from graphlin.packing import Dims, Layout, Role, Signature, Structure, flatten, flatten_batch, make_layout
+from graphlin.replay import Copy, Pair, Run, replay_with_grad
+from graphlin.tier import Tier
+
+MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
+
+
+@dataclass
+class Stats:
+    """How the calls of a GraphedBlock ran.
+
+    `replays` and `backward_replays` count graph replays, `captures` captured pairs, `inlined` calls inside another
+    capture, and `eager` the fallbacks by reason: the name of the error that `fallback="raise"` would have raised.
+    """
+
+    replays: int = 0
+    backward_replays: int = 0
+    captures: int = 0
+    inlined: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+
+class Watch:
+    """Where a block's submodules, parameters and buffers lay when its graphs were captured."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.modules = list(block.modules())
+        self.params = list(block.parameters())
+        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, module in block.named_modules()
+                   for owner in (module._parameters, module._buffers, module._modules) for name, value in owner.items()]
+        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
+        self._counts = [len(owner) for owner in self._owners]
+        self._tensors = [*self.params, *block.buffers()]
+        self._addresses = [t.data_ptr() for t in self._tensors]
+
+    def check(self) -> None:
+        """Raises StaleAddress where a graph would read memory that the block no longer uses."""
+        same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
+                and list(map(len, self._owners)) == self._counts
+                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
+        if not same:
+            raise StaleAddress(f"{self._moved()} was replaced or moved since the capture, so the graph would use the old "
+                               "one; call refresh() after changing a block (weights copied in place need nothing)")
+
+    def _moved(self) -> str:
+        for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
+            if owner.get(name) is not value:
+                return path
+            if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:
+                return path
+        return "a submodule, parameter or buffer of the block"
+
+
+class SeqCopy:
+    """Fills a static tensor whose dim `dim` holds sequences."""
+
+    def __init__(self, static: torch.Tensor, dim: int) -> None:
+        self.static = static
+        self._dim = dim
+        self._previous = 0
+
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
+        seqs = x.shape[self._dim]
+        if x.data_ptr() != self.static.data_ptr():
+            self.static.narrow(self._dim, 0, seqs).copy_(x)
+            if seqs < self._previous:
+                self.static.narrow(self._dim, seqs, self._previous - seqs).zero_()
+        self._previous = seqs
+
+    def clear(self) -> None:
+        self.static.zero_()
+
+
+class WholeCopy:
+    """Fills a static tensor of constant shape."""
+
+    def __init__(self, static: torch.Tensor) -> None:
+        self.static = static
+
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
+        if x.data_ptr() != self.static.data_ptr():
+            self.static.copy_(x)
+
+    def clear(self) -> None:
+        self.static.zero_()
+
+
+class Slot:
+    """Private memory for one forward that may wait for its backward: a pool, and static tensors that its modes share."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self.pool = backend.new_pool()
+        self.busy = False
+        self._copies: dict[tuple, Copy] = {}
+
+    def release(self) -> None:
+        self.busy = False
+
+    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Copy:
+        """The static tensor of an argument or of an output's gradient, with what fills it."""
+        key = (name, role, tuple(shape), dtype)
+        if key not in self._copies:
+            static = torch.zeros(shape, dtype=dtype, device=device)
+            if role is None:
+                self._copies[key] = WholeCopy(static)
+            else:
+                self._copies[key] = (RowCopy if role.kind == "tokens" else SeqCopy)(static, role.dim)
+        return self._copies[key]
+
+    def static_bytes(self) -> int:
+        return sum(copy.static.nbytes for copy in self._copies.values())
+
+
+@dataclass
+class Mode:
+    """What one key stands for: the layout of its calls, and a captured pair for each slot that has one."""
+
+    layout: Layout
+    structure: Structure
+    needs_grad: bool
+    grad_leaves: tuple[int, ...]
+    grad_params: tuple[nn.Parameter, ...]
+    pairs: dict[Slot, Pair] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """One call, matched with its mode."""
+
+    key: tuple
+    mode: Mode
+    leaves: list[torch.Tensor]
+    sizes: tuple[int, int]
+    batch: tuple[int, int] | None
+
+
+class GraphedBlock(nn.Module):
+    """Calls of `block`, replayed from graphs; made by `graphlin.capture`.
+
+    `block` is the wrapped module, `tiers` the tiers its graphs are made for (largest first), `stats` counts how calls
+    ran. One replayed call runs on one stream at a time.
+
+    >>> graphed = graphlin.capture(block, graphlin.Tier(tokens=4096, seqs=32))
+    >>> y = graphed(x, cu_seqlens=cu)
+    """
+
+    def __init__(self, block: nn.Module, tiers: Sequence[Tier], record: Callable[["GraphedBlock", Slot, Call, bool], Pair],
+                 *, signature: Signature, dims: Dims | None, slots: int, fallback: str, backend: GraphBackend | None) -> None:
+        super().__init__()
+        self.block = block
+        self.tiers = tuple(tiers)
+        self.stats = Stats()
+        self.signature = signature
+        self.backend = backend
+        self._record = record
+        self._dims = dims
+        self._num_slots = slots
+        self._fallback = fallback
+        self._lock = threading.Lock()
+        self._watch = Watch(block)
+        self._slots: list[Slot] = []
+        self._modes: dict[tuple, Mode] = {}
+        self._accepts_modes = True
+        self._known: set[tuple] = set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `block(*args, **kwargs)`: the same outputs, in the call's own sizes.
+
+        Replayed where the input fits a tier, the mode is captured (or may be, now) and a slot is free; otherwise eager
+        and counted in `stats.eager`, or, with `fallback="raise"`, a ReplayError. Raises CaptureError where a first
+        call of a mode can't be captured.
+        """
+        if self.backend is None:
+            self.backend = get_backend(first_device(self.block, args, kwargs))
+        if self.backend.is_capturing():
+            self.stats.inlined += 1
+            return self.block(*args, **kwargs)
+        try:
+            call = self.read(args, kwargs)
+            slot = self._acquire()
+        except ReplayError as error:
+            if self._fallback == "raise":
+                raise
+            self.stats.eager[type(error).__name__] += 1
+            return self.block(*args, **kwargs)
+        try:
+            pair = call.mode.pairs.get(slot) or self._capture(call, slot)
+        except BaseException:
+            slot.release()
+            raise
+        self.stats.replays += 1
+        return pair.rebuild(self._replay(call, slot, pair))
+
+    def _replay(self, call: Call, slot: Slot, pair: Pair) -> Sequence[torch.Tensor]:
+        if pair.backward is None:
+            try:
+                with torch.no_grad():
+                    return pair.play(call.leaves, *call.sizes, call.batch)
+            finally:
+                slot.release()
+        run = Run(pair, call.leaves, call.sizes, call.batch, slot.release, self._count_backward)
+        mode = call.mode
+        return replay_with_grad(run, [*(call.leaves[i] for i in mode.grad_leaves), *mode.grad_params])
+
+    def _count_backward(self) -> None:
+        self.stats.backward_replays += 1
+
+    def read(self, args: tuple, kwargs: dict) -> Call:
+        """Matches a call with its mode, or raises the ReplayError that says why it can't be replayed."""
+        values = self.signature.bind(args, kwargs)
+        if self.signature.builds_table:
+            values[self.signature.chunks] = None
+        batch = flatten_batch(values, self.signature, self._dims)
+        leaves, structure = flatten(values)
+        key = self._key(leaves, structure)
+        mode = self._modes.get(key) or self._new_mode(key, leaves, structure)
+        tokens, seqs = mode.layout.sizes(leaves)
+        if self.select(tokens, seqs) is None:
+            largest = self.tiers[0]
+            raise TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, the largest tier holds {largest.tokens} "
+                               f"in {largest.seqs}; capture a larger tier, or let such inputs run eagerly")
+        self._watch.check()
+        return Call(key, mode, leaves, (tokens, seqs), batch)
+
+    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> tuple:
+        grad = torch.is_grad_enabled()
+        return (structure, grad, tuple([module.training for module in self._watch.modules]),
+                tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
+                tuple([p.requires_grad for p in self._watch.params]) if grad else None, self._autocast(leaves))
+
+    def _autocast(self, leaves: list[torch.Tensor]) -> torch.dtype | None:
+        kind = leaves[0].device.type if leaves else "cpu"
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _new_mode(self, key: tuple, leaves: list[torch.Tensor], structure: Structure) -> Mode:
+        if not self._accepts_modes and key not in self._known:
+            raise StructureMismatch("the call differs from the captured sample in structure, dtype, device, a constant, "
+                                    "requires_grad, training, grad or autocast mode; capture without a sample takes each "
+                                    "mode at its first call")
+        if len(self._modes) >= MAX_MODES:
+            raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call should "
+                                    "be a tensor")
+        layout = make_layout(self.signature.names, structure, leaves, self._dims)
+        grad = torch.is_grad_enabled()
+        grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
+        grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
+        return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
+
+    def _acquire(self) -> Slot:
+        with self._lock:
+            if not self._slots:
+                self._slots = [Slot(self.backend) for _ in range(self._num_slots)]
+            for slot in self._slots:
+                if not slot.busy:
+                    slot.busy = True
+                    return slot
+        raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward first, "
+                        "drop the output, or capture with more slots")
+
+    def _capture(self, call: Call, slot: Slot) -> Pair:
+        """Captures the mode in this slot and in every other one that is free; after a failure in none."""
+        pairs = call.mode.pairs
+        try:
+            for each in [slot, *(s for s in self._slots if not s.busy and s not in pairs)]:
+                pairs[each] = self._record(self, each, call, not pairs)
+                self.stats.captures += 1
+        except BaseException:
+            if call.key not in self._modes:
+                for pair in pairs.values():
+                    pair.reset()
+            if not self._modes:
+                self._slots = []
+            raise
+        self._modes[call.key] = call.mode
+        return pairs[slot]
+
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        """Captures the mode of a sample call, and takes no further modes from then on."""
+        call = self.read(args, kwargs)
+        slot = self._acquire()
+        try:
+            self._capture(call, slot)
+        finally:
+            slot.release()
+        self._accepts_modes = False
+
+    def chunk_table(self, static_cu: torch.Tensor, tier: Tier) -> torch.Tensor:
+        """The chunk table that the graph's first node builds."""
+        return chunk_table(static_cu, tier.tokens, tier.chunk_size)
+
+    def select(self, tokens: int, seqs: int) -> Tier | None:
+        """The smallest tier that an input of these sizes fits, or None; decided from shapes alone."""
+        return next((tier for tier in reversed(self.tiers) if tier.fits(tokens, seqs)), None)
+
+    def held_bytes(self) -> int:
+        """Bytes of the pools and static tensors that the captured graphs hold."""
+        device = next((t.device for t in self._watch.params), torch.device(self.backend.device_type))
+        return sum(self.backend.pool_bytes(slot.pool, device) + slot.static_bytes() for slot in self._slots)
+
+    def reset(self) -> None:
+        """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.
+
+        A forward that still waits loses its backward, which raises ReplayError.
+        """
+        for mode in self._modes.values():
+            for pair in mode.pairs.values():
+                pair.reset()
+        self._known |= self._modes.keys()
+        self._modes.clear()
+        self._slots = []
+
+    def refresh(self) -> None:
+        """Takes the block as it is now, after a parameter, buffer or submodule was replaced or moved; then as `reset`."""
+        self.reset()
+        self._watch = Watch(self.block)
+
+
+def first_device(block: nn.Module, args: tuple, kwargs: dict) -> torch.device:
+    """Where the block lives, or the first tensor of a call of a block without parameters."""
+    tensors = [*block.parameters(), *block.buffers(), *flatten([args, kwargs])[0]]
+    if not tensors:
+        raise ValueError("capture: expected a block with parameters, or a tensor among its arguments; found neither")
+    return tensors[0].device

@@ -1,0 +1,349 @@
+"""Which dims of a block's arguments and outputs are tokens or sequences, and how a call maps to static shapes."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+from graphlin.errors import StructureMismatch, UnsupportedModule
+from graphlin.tier import Tier
+
+ROLES = ("tokens", "seqs", "seqs+1")
+_SIMPLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_PLAIN = (bool, int, float, str, type(None))
+
+Structure = tuple
+Dims = Mapping[str, Any]
+
+
+class Signature:
+    """The parameters of a block's forward; binds calls to them in order."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._signature = inspect.signature(block.forward)
+        parameters = list(self._signature.parameters.values())
+        self.names = [p.name for p in parameters]
+        self.cu = self.names.index("cu_seqlens") if "cu_seqlens" in self.names else None
+        self.chunks = self.names.index("chunk_indices") if "chunk_indices" in self.names else None
+        self.builds_table = self.cu is not None and self.chunks is not None
+        self._defaults = [(p.name, p.default) for p in parameters]
+        self._is_simple = all(p.kind in _SIMPLE for p in parameters)
+        self._positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        """One value for each parameter, defaults included; a TypeError names what does not fit."""
+        if not self._is_simple or len(args) > self._positional:
+            return self._bind_any(args, kwargs)
+        values = list(args)
+        used = 0
+        for name, default in self._defaults[len(args):]:
+            if name in kwargs:
+                values.append(kwargs[name])
+                used += 1
+            else:
+                values.append(default)
+        if used != len(kwargs) or any(value is inspect.Parameter.empty for value in values):
+            return self._bind_any(args, kwargs)
+        return values
+
+    def _bind_any(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return list(bound.arguments.values())
+
+    def call(self, block: nn.Module, values: Sequence) -> Any:
+        bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.names, values, strict=True)))
+        return block(*bound.args, **bound.kwargs)
+
+
+class Nested(NamedTuple):
+    """Structure of an argument that is a container."""
+
+    spec: TreeSpec
+    entries: tuple
+
+
+def flatten(values: Sequence) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors among values, and a hashable description of everything else: constants with their types, containers.
+
+    Raises TypeError for a constant that can't be hashed, so can't be compared at each call.
+    """
+    leaves: list[torch.Tensor] = []
+    structure = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            leaves.append(value)
+            structure.append(torch.Tensor)
+        elif type(value) in _PLAIN:
+            structure.append((type(value), value))
+        else:
+            flat, spec = tree_flatten(value)
+            entries = tuple(torch.Tensor if isinstance(v, torch.Tensor) else _constant(v) for v in flat)
+            leaves += [v for v in flat if isinstance(v, torch.Tensor)]
+            structure.append(Nested(spec, entries))
+    return leaves, tuple(structure)
+
+
+def _constant(value: Any) -> tuple:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"an argument of type {type(value).__name__} is neither a tensor, a container of tensors nor a "
+                        "hashable constant; a graph can't compare it at each call. Keep it in the block.") from None
+    return type(value), value
+
+
+def rebuild(structure: Structure, leaves: Sequence[torch.Tensor]) -> list:
+    """The inverse of `flatten`."""
+    rest = iter(leaves)
+
+    def value(entry):
+        if entry is torch.Tensor:
+            return next(rest)
+        if isinstance(entry, Nested):
+            return tree_unflatten([value(e) for e in entry.entries], entry.spec)
+        return entry[1]
+    return [value(entry) for entry in structure]
+
+
+@dataclass(frozen=True)
+class Role:
+    """The dim of a tensor that varies, and what it counts; `extra` is 1 for cu_seqlens."""
+
+    dim: int
+    kind: str          # "tokens" or "seqs"
+    extra: int = 0
+
+    def size(self, tokens: int, seqs: int) -> int:
+        return (tokens if self.kind == "tokens" else seqs) + self.extra
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor argument: its name, the varying dim (None: constant in shape) and the fixed sizes around it."""
+
+    name: str
+    role: Role | None
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def matches(self, shape: torch.Size, tokens: int, seqs: int) -> bool:
+        if self.role is None:
+            return shape == self.before
+        dim = self.role.dim
+        return (len(shape) > dim and shape[dim] == self.role.size(tokens, seqs) and shape[:dim] == self.before
+                and shape[dim + 1:] == self.after)
+
+    def shape(self, tokens: int, seqs: int) -> tuple[int, ...]:
+        return self.before if self.role is None else (*self.before, self.role.size(tokens, seqs), *self.after)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of one call structure. `cu` indexes cu_seqlens, `tokens` the tensor that tells T, `seqs` that tells N."""
+
+    leaves: tuple[Leaf, ...]
+    cu: int | None
+    tokens: int | None
+    seqs: int | None
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """T and N of a call; raises StructureMismatch naming the tensor whose other sizes are not the captured ones."""
+        tokens, seqs = self._size(self.tokens, tensors), self._size(self.seqs, tensors)
+        for leaf, tensor in zip(self.leaves, tensors, strict=True):
+            if not leaf.matches(tensor.shape, tokens, seqs):
+                expected = leaf.shape(tokens, seqs)
+                raise StructureMismatch(f"{leaf.name}: expected shape {list(expected)} as captured, found "
+                                        f"{list(tensor.shape)}; other shapes run eagerly, or need a capture of their own")
+        return tokens, seqs
+
+    def _size(self, index: int | None, tensors: Sequence[torch.Tensor]) -> int:
+        if index is None:
+            return 0
+        role, shape = self.leaves[index].role, tensors[index].shape
+        return shape[role.dim] - role.extra if len(shape) > role.dim else -1
+
+
+def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[torch.Tensor], dims: Dims | None) -> Layout:
+    """Finds the role of every tensor, from `dims` or else from names and positions (never from equal sizes alone).
+
+    By name and position: dim 0 of `cu_seqlens` is N + 1; dim 0 of arguments with `state` in their name is N; dim 1 of
+    a `[1, T, ...]` tensor with the first tensor's T is tokens. What fits none, and every tensor of a block that takes
+    no cu_seqlens, is constant in shape. Raises ValueError naming the argument where sizes contradict each other.
+    """
+    paths = _leaf_paths(names, structure)
+    if dims is not None:
+        roles = [_role_by_dims(dims, argument, path, tensor) for (argument, path), tensor in
+                 zip(paths, tensors, strict=True)]
+    elif any(argument == "cu_seqlens" for argument, _ in paths):
+        roles = _roles_by_name([argument for argument, _ in paths], tensors)
+    else:
+        roles = [None] * len(paths)
+    leaves = tuple(_leaf(argument + _show(path), role, tensor) for (argument, path), role, tensor in
+                   zip(paths, roles, tensors, strict=True))
+    return _checked(Layout(leaves, _first(leaves, "seqs", extra=1), _first(leaves, "tokens"), _first(leaves, "seqs")),
+                    tensors)
+
+
+def _leaf(name: str, role: Role | None, tensor: torch.Tensor) -> Leaf:
+    shape = tuple(tensor.shape)
+    return Leaf(name, role, shape, ()) if role is None else Leaf(name, role, shape[:role.dim], shape[role.dim + 1:])
+
+
+def _first(leaves: Sequence[Leaf], kind: str, extra: int = 0) -> int | None:
+    fits = [i for i, leaf in enumerate(leaves) if leaf.role and leaf.role.kind == kind and leaf.role.extra >= extra]
+    return min(fits, key=lambda i: -leaves[i].role.extra, default=None)
+
+
+def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
+    if layout.tokens is None and layout.seqs is not None:
+        raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
+                         'name its dim with dims={"x": {1: "tokens"}}')
+    tokens, seqs = layout._size(layout.tokens, tensors), layout._size(layout.seqs, tensors)
+    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
+        if leaf.role and not leaf.matches(tensor.shape, tokens, seqs):
+            raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in {seqs} "
+                             f"sequences, found {list(tensor.shape)}; name the varying dims with dims= if they differ")
+    return layout
+
+
+def _roles_by_name(arguments: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Role | None]:
+    first = tensors[0].shape
+    roles: list[Role | None] = []
+    for i, (argument, tensor) in enumerate(zip(arguments, tensors, strict=True)):
+        is_state = "state" in argument and not argument.endswith("hidden_states") and i > 0
+        if argument == "cu_seqlens":
+            roles.append(Role(0, "seqs", 1))
+        elif is_state and tensor.dim() > 0:
+            roles.append(Role(0, "seqs"))
+        elif tensor.dim() > 1 and len(first) > 1 and tensor.shape[0] == 1 and tensor.shape[1] == first[1]:
+            roles.append(Role(1, "tokens"))
+        else:
+            roles.append(None)
+    return roles
+
+
+def _role_by_dims(dims: Dims, argument: str, path: tuple, tensor: torch.Tensor) -> Role | None:
+    spec = dims.get(argument)
+    for key in path:
+        if isinstance(spec, Mapping) or isinstance(spec, Sequence):
+            spec = spec[_key(key)]
+    if not spec:
+        return None
+    if len(spec) > 1:
+        raise ValueError(f"dims[{argument!r}]: expected one varying dim a tensor, found {dict(spec)}")
+    (dim, kind), = spec.items()
+    if not isinstance(dim, int) or not 0 <= dim < tensor.dim():
+        raise ValueError(f"dims[{argument!r}]: expected a dim in [0, {tensor.dim()}), found {dim!r}")
+    return Role(dim, kind.removesuffix("+1"), int(kind.endswith("+1")))
+
+
+def check_dims(dims: Dims | None, names: Sequence[str]) -> None:
+    """Raises ValueError naming an argument that the forward lacks, or a role that does not exist."""
+    for argument, spec in (dims or {}).items():
+        if argument not in names:
+            raise ValueError(f"dims: the block's forward has no argument {argument!r}; it has {', '.join(names)}")
+        for role in tree_flatten(spec)[0]:
+            if role is not None and role not in ROLES:
+                raise ValueError(f"dims[{argument!r}]: expected roles among {ROLES}, found {role!r}")
+
+
+def _leaf_paths(names: Sequence[str], structure: Structure) -> list[tuple[str, tuple]]:
+    """Argument name and path in it of every tensor."""
+    found: list[tuple[str, tuple]] = []
+    for name, entry in zip(names, structure, strict=True):
+        if entry is torch.Tensor:
+            found.append((name, ()))
+        elif isinstance(entry, Nested):
+            numbered = tree_unflatten(range(len(entry.entries)), entry.spec)
+            found += [(name, path) for path, i in tree_flatten_with_path(numbered)[0] if entry.entries[i] is torch.Tensor]
+    return found
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, SequenceKey):
+        return key.idx
+    return key.key if isinstance(key, MappingKey) else key.name if isinstance(key, GetAttrKey) else key
+
+
+def _show(path: tuple) -> str:
+    return "".join(f"[{_key(key)!r}]" for key in path)
+
+
+def flatten_batch(values: list, signature: Signature, dims: Dims | None) -> tuple[int, int] | None:
+    """Turns a dense call `[B, T, ...]` into the packed one of B equal sequences, in place; returns (B, T).
+
+    None where the call is packed already, or the forward takes no cu_seqlens.
+    """
+    if signature.cu is None or values[signature.cu] is not None:
+        return None
+    first = next((v for v in values if isinstance(v, torch.Tensor)), None)
+    if first is None or first.dim() < 2:
+        return None
+    batch, tokens = first.shape[:2]
+    for i, (name, value) in enumerate(zip(signature.names, values, strict=True)):
+        if isinstance(value, torch.Tensor) and value.shape[:2] == (batch, tokens) and _is_token_argument(
+                name, value is first, dims):
+            values[i] = value.reshape(1, batch * tokens, *value.shape[2:])
+    values[signature.cu] = torch.arange(batch + 1, dtype=torch.int32, device=first.device) * tokens
+    return batch, tokens
+
+
+def _is_token_argument(name: str, is_first: bool, dims: Dims | None) -> bool:
+    if dims is not None:
+        return dims.get(name) == {1: "tokens"}
+    return is_first or "state" not in name or name.endswith("hidden_states")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that the block returns: its varying dims and whether gradients flow into it."""
+
+    roles: tuple[Role, ...]
+    differentiable: bool
+
+    def take(self, static: torch.Tensor, tokens: int, seqs: int, batch: tuple[int, int] | None) -> torch.Tensor:
+        """The part of the static output that belongs to a call, as a view."""
+        view = static
+        for role in self.roles:
+            view = view.narrow(role.dim, 0, role.size(tokens, seqs))
+        if batch is not None and self.holds_batch(static):
+            view = view.reshape(*batch, *view.shape[2:])
+        return view.detach() if view is static else view
+
+    def holds_batch(self, static: torch.Tensor) -> bool:
+        """Whether a dense call gets it back as [B, T, ...]."""
+        return any(role.kind == "tokens" and role.dim == 1 for role in self.roles) and static.shape[0] == 1
+
+
+def output_roles(name: str, shape: torch.Size, tier: Tier, other: torch.Size, other_sizes: tuple[int, int]) -> tuple[Role, ...]:
+    """Finds the varying dims of an output from its shapes at the tier and at other sizes.
+
+    Raises UnsupportedModule for a size that follows neither tokens nor sequences.
+    """
+    roles = []
+    for dim, (size, seen) in enumerate(zip(shape, other, strict=True)):
+        if size == seen:
+            continue
+        fits = [Role(dim, kind, extra) for kind, extra in (("tokens", 0), ("seqs", 0), ("seqs", 1))
+                if (Role(dim, kind, extra).size(tier.tokens, tier.seqs), Role(dim, kind, extra).size(*other_sizes))
+                == (size, seen)]
+        if not fits:
+            raise UnsupportedModule(f"{name} has shape {list(shape)} at {tier.tokens} tokens in {tier.seqs} sequences and "
+                                    f"{list(other)} at {other_sizes[0]} in {other_sizes[1]}: dim {dim} is neither. "
+                                    "Return tensors of T rows or N rows from the block.")
+        roles.append(fits[0])
+    return tuple(roles)
