@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graphlin.backends import Graph, GraphBackend, get_backend
 from graphlin.errors import CaptureError, UnsupportedModule
 from graphlin.graphed import Call, GraphedBlock, Slot, first_device
-from graphlin.packing import Dims, Output, Signature, check_dims, output_roles, rebuild
+from graphlin.packing import Dims, Output, Signature, check_dims, output_roles
 from graphlin.replay import Pair
 from graphlin.tier import Tier
 
@@ -181,12 +181,8 @@ class _Recording:
         return inputs, [copy.static.detach().requires_grad_() if i in self.mode.grad_leaves else copy.static
                         for i, copy in enumerate(copies)]
 
-    def _call_block(self, tensors: Sequence[torch.Tensor], tier: Tier | None = None) -> Any:
-        values = rebuild(self.mode.structure, tensors)
-        signature = self.graphed.signature
-        if signature.builds_table and self.layout.cu is not None:
-            values[signature.chunks] = self.graphed.chunk_table(tensors[self.layout.cu], tier or self.tier)
-        return signature.call(self.graphed.block, values)
+    def _call_block(self) -> Any:
+        return self.graphed.call_block(self.mode, self.statics, self.tier.tokens)
 
     def _other_sizes(self) -> tuple[int, int]:
         tokens, seqs = self.tier.tokens, self.tier.seqs
@@ -200,14 +196,14 @@ class _Recording:
         tokens, seqs = self._other_sizes()
         tensors = [torch.zeros(leaf.shape(tokens, seqs), dtype=tensor.dtype, device=self.device)
                    for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
-        out = self._call_block(tensors, Tier(tokens, seqs, self.tier.chunk_size))
+        out = self.graphed.call_block(self.mode, tensors, tokens)
         return [t.shape for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
     def _warm_up(self, is_last: bool) -> None:
         """One eager run; in the last one a host sync is found before it could break the capture."""
         refused = getattr(self.backend, "syncs_refused", nullcontext) if is_last else nullcontext
         with refused():
-            out = self._call_block(self.statics)
+            out = self._call_block()
             outs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
             if outs and self.mode.needs_grad:
                 self._gradients(outs, [torch.zeros_like(t) for t in outs])
@@ -221,7 +217,7 @@ class _Recording:
     def _forward(self, stream: Any, inputs: list, seen: list[torch.Size] | None) -> Pair:
         with self.backend.capture(pool=self.slot.pool, stream=stream) as graph:
             self.graphs.append(graph)
-            out = self._call_block(self.statics)
+            out = self._call_block()
         flat, spec = tree_flatten(out)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         roles = [()] * len(tensors) if seen is None else [

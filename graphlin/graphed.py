@@ -14,7 +14,7 @@ from graphlin.backends import GraphBackend, get_backend
 from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.kernels.copy_rows import RowCopy
-from graphlin.packing import Dims, Layout, Role, Signature, Structure, flatten, flatten_batch, make_layout
+from graphlin.packing import Dims, Layout, Role, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
 from graphlin.replay import Copy, Pair, Run, replay_with_grad
 from graphlin.tier import Tier
 
@@ -48,6 +48,7 @@ class Watch:
         self._counts = [len(owner) for owner in self._owners]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
+        self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory that the block no longer uses."""
@@ -193,17 +194,12 @@ class GraphedBlock(nn.Module):
             return self.block(*args, **kwargs)
         try:
             call = self.read(args, kwargs)
-            slot = self._acquire()
+            slot, pair = self.acquire(call)
         except ReplayError as error:
             if self._fallback == "raise":
                 raise
             self.stats.eager[type(error).__name__] += 1
             return self.block(*args, **kwargs)
-        try:
-            pair = call.mode.pairs.get(slot) or self._capture(call, slot)
-        except BaseException:
-            slot.release()
-            raise
         self.stats.replays += 1
         return pair.rebuild(self._replay(call, slot, pair))
 
@@ -262,7 +258,16 @@ class GraphedBlock(nn.Module):
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
         return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
 
-    def _acquire(self) -> Slot:
+    def acquire(self, call: Call) -> tuple[Slot, Pair]:
+        """A free slot, to be released by the caller, and the call's pair in it, captured now if it was not before."""
+        slot = self._free_slot()
+        try:
+            return slot, call.mode.pairs.get(slot) or self._capture(call, slot)
+        except BaseException:
+            slot.release()
+            raise
+
+    def _free_slot(self) -> Slot:
         with self._lock:
             if not self._slots:
                 self._slots = [Slot(self.backend) for _ in range(self._num_slots)]
@@ -292,21 +297,30 @@ class GraphedBlock(nn.Module):
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
         """Captures the mode of a sample call, and takes no further modes from then on."""
-        call = self.read(args, kwargs)
-        slot = self._acquire()
-        try:
-            self._capture(call, slot)
-        finally:
-            slot.release()
+        slot, _ = self.acquire(self.read(args, kwargs))
+        slot.release()
         self._accepts_modes = False
 
-    def chunk_table(self, static_cu: torch.Tensor, tier: Tier) -> torch.Tensor:
-        """The chunk table that the graph's first node builds."""
-        return chunk_table(static_cu, tier.tokens, tier.chunk_size)
+    def call_block(self, mode: Mode, tensors: Sequence[torch.Tensor], tokens: int) -> Any:
+        """The block on packed tensors of at most `tokens` rows, with the chunk table built first if it takes one."""
+        values = rebuild(mode.structure, tensors)
+        if self.signature.builds_table and mode.layout.cu is not None:
+            cu = tensors[mode.layout.cu]
+            values[self.signature.chunks] = chunk_table(cu, tokens, self.tiers[0].chunk_size)
+        return self.signature.call(self.block, values)
 
     def select(self, tokens: int, seqs: int) -> Tier | None:
         """The smallest tier that an input of these sizes fits, or None; decided from shapes alone."""
         return next((tier for tier in reversed(self.tiers) if tier.fits(tokens, seqs)), None)
+
+    def check_addresses(self) -> None:
+        """Raises StaleAddress where the block was changed since it was captured."""
+        self._watch.check()
+
+    @property
+    def num_addresses(self) -> int:
+        """Parameters and buffers whose addresses are checked at each call."""
+        return self._watch.num_addresses
 
     def held_bytes(self) -> int:
         """Bytes of the pools and static tensors that the captured graphs hold."""

@@ -2,12 +2,12 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from graphlin.backends.frames import blame
+from graphlin.backends.diagnostics import blame
 from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
 
 _SYNC_ERROR = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
@@ -33,14 +33,12 @@ def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[to
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """Ends a capture that failed. An invalidated one raises before the allocator leaves the pool, so that is done here."""
+    """Ends a failed capture. An invalidated one raises before the allocator leaves the pool, so that is done here."""
     try:
         graph.capture_end()
     except RuntimeError:
-        try:
+        with suppress(RuntimeError):  # unless the allocator has left it already
             torch._C._cuda_endAllocateToPool(device.index, pool)
-        except RuntimeError:
-            pass  # the allocator had left it already
     graph.reset()
 
 
@@ -68,7 +66,7 @@ def _failures_typed() -> Iterator[None]:
     except GraphlinError:
         raise
     except torch.cuda.OutOfMemoryError as error:
-        raise Resource(f"out of device memory during the capture; use a smaller tier or fewer slots. {error}") from error
+        raise Resource(f"out of device memory in the capture; use a smaller tier or fewer slots. {error}") from error
     except RuntimeError as error:
         if "captur" not in str(error):
             raise
@@ -97,7 +95,7 @@ def _cache_hook() -> tuple[Any, str]:
 
 def _refuse_compile(*args: Any, **kwargs: Any) -> None:
     if not torch.cuda.is_current_stream_capturing():
-        return None  # another thread's kernel
+        return  # another thread's kernel
     raise ColdKernel(f"kernel {kwargs['fn'].name} would be compiled inside a capture, launched from "
                      f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options before "
                      "capturing (num_warmup_iters of at least 1).")

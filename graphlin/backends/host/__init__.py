@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from graphlin.backends.frames import blame
+from graphlin.backends.diagnostics import LAUNCH_MARK, blame
 from graphlin.backends.host import graph as host_graph
 from graphlin.backends.host.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.host.launch import run_interpreted
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import ColdKernel
-
-LAUNCH_MARK = "graphlin::launch"
 
 
 class HostBackend:

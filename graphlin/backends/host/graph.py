@@ -15,10 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphlin.backends.frames import blame
+from graphlin.backends.diagnostics import REPLAY_MARK, blame
 from graphlin.errors import CaptureError, HostSync
 
-REPLAY_MARK = "graphlin::replay"
 _HOST_READS = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _open = threading.local()
@@ -94,7 +93,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if _is_data_dependent(func, args, kwargs):
-            refuse_host_read(str(func))
+            _refuse_host_read(str(func))
         if _is_python_op(func):
             with self:  # the op's own kernel, so that what it does is recorded instead of its Python
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
@@ -158,7 +157,7 @@ def _is_python_op(func) -> bool:
     return any(f"{name}/{key}" in torch.library._impls for key in ("CPU", "CompositeExplicitAutograd"))
 
 
-def refuse_host_read(what: str) -> NoReturn:
+def _refuse_host_read(what: str) -> NoReturn:
     raise HostSync(f"{what} reads a tensor's value on the host at {blame(traceback.extract_stack())}: a graph cannot "
                    "repeat that. Keep the value on the device (masks, torch.where, bounded sizes) or compute it "
                    "outside the block.")
@@ -184,6 +183,6 @@ def _refusing(name: str, method: Callable) -> Callable:
     def read(self, *args, **kwargs):
         open_recorder = recorder()
         if open_recorder is not None and not open_recorder.paused:
-            refuse_host_read(f"Tensor.{name}")
+            _refuse_host_read(f"Tensor.{name}")
         return method(self, *args, **kwargs)
     return read

@@ -1,10 +1,14 @@
-"""Finds the line of the caller's code that an error should name."""
+"""What backends share to tell about a run: the line an error names, the profiler ranges that are launches."""
 
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+# Profiler ranges of the host, where a launch or a replay leaves no runtime event of its own.
+LAUNCH_MARK = "graphlin::launch"
+REPLAY_MARK = "graphlin::replay"
 
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)

@@ -1,0 +1,245 @@
+"""Proof that a captured block computes what the block computes: poisoned replay against eager, launches, addresses."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from graphlin.backends import get_backend
+from graphlin.backends.diagnostics import LAUNCH_MARK, REPLAY_MARK
+from graphlin.graphed import Call, GraphedBlock
+from graphlin.replay import Pair
+from graphlin.tier import Tier
+
+# Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their kernels
+# by the number of rows, so the last bits differ from the tier's.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+_RUNTIME_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+@dataclass
+class Report:
+    """What `verify` found. `ok` is whether every check passed; printing the report shows them.
+
+    `errors` has the relative RMS difference at exact shapes by tensor, `mismatches` a line for each failed check,
+    `launches` host launches by (path, direction), path being "eager", "graph" (the replay alone) or "call" (with copies
+    in and out), and `addresses` the number of parameters and buffers found where the graph reads them.
+    """
+
+    tier: Tier
+    tokens: int
+    seqs: int
+    errors: dict[str, float] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+    launches: dict[tuple[str, str], int] = field(default_factory=dict)
+    addresses: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.mismatches
+
+    def __str__(self) -> str:
+        worst = max(self.errors.values(), default=0.0)
+        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {self.tier}",
+                 f"  bitwise equal to eager at the tier's shapes; largest relative difference at exact shapes {worst:.1e}"
+                 if self.ok else "\n".join(f"  {line}" for line in self.mismatches),
+                 f"  {self.addresses} addresses unchanged"]
+        lines += [f"  host launches, {path} {direction}: {count}" for (path, direction), count in self.launches.items()]
+        return "\n".join(lines)
+
+
+def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
+    """Replays one call into NaN-filled outputs and compares it with the block run eagerly.
+
+    Bit for bit at the tier's shapes, outputs and, in grad mode, gradients of inputs and parameters; within tolerance at
+    the call's own shapes (a block with dropout differs there: use eval()). Host launches are counted by profiler events.
+    The random state and the block's buffers are as before afterwards. Captures the call's mode if need be.
+
+    Raises the ReplayError that keeps the call from being replayed.
+
+    >>> print(graphlin.verify(graphed, x, cu_seqlens=cu))
+    """
+    call = graphed.read(args, kwargs)
+    slot, pair = graphed.acquire(call)
+    try:
+        check = _Check(graphed, call, pair)
+        check.compare()
+        check.count()
+        graphed.check_addresses()
+    finally:
+        slot.release()
+    return check.report
+
+
+class _Check:
+    def __init__(self, graphed: GraphedBlock, call: Call, pair: Pair) -> None:
+        self.graphed, self.call, self.pair = graphed, call, pair
+        self.device = pair.static_outputs[0].device if pair.static_outputs else torch.device("cpu")
+        self.report = Report(graphed.tiers[0], *call.sizes, addresses=graphed.num_addresses)
+        self.buffers = [(b, b.clone()) for b in graphed.block.buffers()]
+        self.rng = torch.get_rng_state(), _device_rng(self.device)
+
+    def compare(self) -> None:
+        replayed = self._replayed()
+        names = [f"output {i}" for i in range(len(self.pair.outputs))] + self._gradient_names()
+        for name, found, expected in zip(names, replayed, self._eager_at_tier(), strict=True):
+            if not _same_bits(found, expected):
+                self.report.mismatches.append(f"{name}: differs from eager at the tier's shapes")
+        for name, found, expected in zip(names, self._cut(replayed), self._eager_at_call(), strict=True):
+            if found is None or not found.is_floating_point():
+                continue
+            self.report.errors[name] = error = _relative_rms(found, expected)
+            if not error <= TOLERANCES[found.dtype]:
+                self.report.mismatches.append(f"{name}: relative difference {error:.1e} from eager at the call's shapes, "
+                                              f"expected at most {TOLERANCES[found.dtype]:.0e}")
+
+    def count(self) -> None:
+        """Launches of one call each way."""
+        pair, call, launches = self.pair, self.call, self.report.launches
+        runs: dict[str, tuple[Callable, Callable]] = {
+            "eager": (lambda: self._eager(call.leaves, call.sizes[0]), self._eager_backward),
+            "graph": (pair.forward.replay, lambda: pair.backward.replay()),
+            "call": (lambda: pair.play(call.leaves, *call.sizes, call.batch), None)}
+        for path, (forward, backward) in runs.items():
+            with torch.set_grad_enabled(path == "eager" and pair.backward is not None):
+                launches[path, "forward"] = count_launches(forward, self.device)
+            if pair.backward is not None and backward is not None:
+                launches[path, "backward"] = count_launches(backward, self.device)
+        self._restore()
+
+    @torch.no_grad()
+    def _replayed(self) -> list[torch.Tensor | None]:
+        """Outputs and gradients of a replay at the tier's shapes, each written over NaN."""
+        pair = self.pair
+        self._restore()
+        kept = {t.untyped_storage()._cdata for t in [*(copy.static for _, copy, _ in pair.inputs), pair.static_cu,
+                                                     *(copy.static for copy in pair.grads)] if t is not None}
+        for t in [*pair.static_outputs, *(g for _, g in pair.input_grads), *pair.param_grads]:
+            if t is not None and t.is_floating_point() and t.untyped_storage()._cdata not in kept:
+                t.fill_(float("nan"))
+        pair.copy_in(self.call.leaves)
+        pair.forward.replay()
+        found = [t.clone() for t in pair.static_outputs]
+        if pair.backward is not None:
+            for copy in pair.grads:
+                copy(torch.randn_like(copy.static), pair.static_cu)
+            pair.backward.replay()
+            found += [None if g is None else g.clone() for g in [*(g for _, g in pair.input_grads), *pair.param_grads]]
+        return found
+
+    def _eager_at_tier(self) -> list[torch.Tensor | None]:
+        tensors: list[Any] = [None] * len(self.call.leaves)
+        for i, copy, _ in self.pair.inputs:
+            tensors[i] = copy.static.clone()
+        if self.pair.cu is not None:
+            tensors[self.pair.cu] = self.pair.static_cu.clone()
+        return self._eager_results(tensors, self.report.tier.tokens, [copy.static.clone() for copy in self.pair.grads])
+
+    def _eager_at_call(self) -> list[torch.Tensor | None]:
+        outputs = [o for o in self.pair.outputs if o.differentiable]
+        grads = [output.take(copy.static, *self.call.sizes, None).clone()
+                 for output, copy in zip(outputs, self.pair.grads, strict=True)]
+        return self._eager_results(self.call.leaves, self.call.sizes[0], grads)
+
+    def _eager_results(self, tensors: Sequence[torch.Tensor], tokens: int, grads: list) -> list[torch.Tensor | None]:
+        self._restore()
+        with torch.set_grad_enabled(self.pair.backward is not None):
+            self._eager(tensors, tokens)
+        results = [t.detach() for t in self.outs]
+        return results + list(self._eager_backward(grads)) if self.pair.backward is not None else results
+
+    def _eager(self, tensors: Sequence[torch.Tensor], tokens: int) -> None:
+        wanted = self.call.mode.grad_leaves
+        self.tensors = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        out = self.graphed.call_block(self.call.mode, self.tensors, tokens)
+        self.outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+
+    def _eager_backward(self, grads: list | None = None) -> tuple[torch.Tensor | None, ...]:
+        outs = [t for t, output in zip(self.outs, self.pair.outputs, strict=True) if output.differentiable]
+        wanted = [*(self.tensors[i] for i in self.call.mode.grad_leaves), *self.call.mode.grad_params]
+        with torch.autocast(self.device.type, enabled=False):
+            return torch.autograd.grad(outs, wanted, grads or outs, allow_unused=True)
+
+    def _cut(self, replayed: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Parts of tier-sized results that belong to the call."""
+        count, sizes = len(self.pair.outputs), self.call.sizes
+        cut = [output.take(t, *sizes, None) for output, t in zip(self.pair.outputs, replayed[:count], strict=True)]
+        gradients = iter(replayed[count:])
+        for leaf, _ in self.pair.input_grads:
+            grad = next(gradients)
+            cut.append(grad if leaf.role is None or grad is None
+                       else grad.narrow(leaf.role.dim, 0, leaf.role.size(*sizes)))
+        return [*cut, *gradients]
+
+    def _gradient_names(self) -> list[str]:
+        if self.pair.backward is None:
+            return []
+        names = {id(p): name for name, p in self.graphed.block.named_parameters()}
+        return [f"gradient of {name}" for name in [*(leaf.name for leaf, _ in self.pair.input_grads),
+                                                    *(names[id(p)] for p in self.pair.params)]]
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self.rng[0])
+        if self.rng[1] is not None:
+            torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
+
+
+def _device_rng(device: torch.device) -> torch.Tensor | None:
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    if not found.is_floating_point():
+        return torch.equal(found, expected)
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def _relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    difference, size = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return difference / size if size else difference
+
+
+def count_launches(run: Callable[[], Any], device: torch.device) -> int:
+    """Host launches that `run()` makes on the device, counted in torch.profiler's events.
+
+    On CUDA the runtime's kernel, copy, fill and graph launches. On CPU the ATen ops that do work (no views, no
+    allocations), Triton launches and host-graph replays, each as one.
+
+    >>> count_launches(lambda: torch.ones(3) + 1, torch.device("cpu"))
+    2
+    """
+    backend = get_backend(device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto of PyTorch 2.13 prints its start and stop otherwise
+    backend.synchronize(device)
+    with torch.profiler.profile() as profile:  # every activity that the device has
+        run()
+        backend.synchronize(device)
+    if device.type == "cpu":
+        return sum(_host_launches(event) for event in profile.events() if event.cpu_parent is None)
+    return sum(event.name.startswith(_RUNTIME_LAUNCHES) for event in profile.events())
+
+
+def _host_launches(event: Any) -> int:
+    """Launches under one profiler event; a launch's or replay's own inner ops are part of it."""
+    if event.name in (LAUNCH_MARK, REPLAY_MARK):
+        return 1
+    inner = [child for child in event.cpu_children if child.name.startswith(("aten::", "graphlin::"))]
+    if event.cpu_children and (inner or not event.name.startswith("aten::")):
+        return sum(_host_launches(child) for child in event.cpu_children)
+    return int(event.name.startswith("aten::") and _does_work(event.name.removeprefix("aten::")))
+
+
+def _does_work(op: str) -> bool:
+    if op.startswith(("empty", "new_empty")) or not hasattr(torch.ops.aten, op):
+        return False
+    packet = getattr(torch.ops.aten, op)
+    schema = getattr(packet, packet.overloads()[0])._schema
+    return not all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns) or not schema.returns
