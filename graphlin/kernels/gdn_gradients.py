@@ -111,35 +111,29 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
-def _state_product(x, S, p_v, p_s, i_k, m_t, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                   BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """x Sᵀ for one K tile, [BT, BK]; the state is stored transposed."""
+def _state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """E Rᵀ, dO Sᵀ and dV Sᵀ for one K tile, [BT, BK], and ⟨S, R⟩ over it; the states are stored transposed."""
     NV: tl.constexpr = (V + BV - 1) // BV
     o_c = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
-    b_y = tl.zeros([BT, BK], dtype=tl.float32)
+    b_er = tl.zeros([BT, BK], dtype=tl.float32)
+    b_os = tl.zeros([BT, BK], dtype=tl.float32)
+    b_vs = tl.zeros([BT, BK], dtype=tl.float32)
+    b_sr = tl.zeros([BK], dtype=tl.float32)
     for i_v in range(0, NV):
         o_v = i_v * BV + tl.arange(0, BV)
-        p_x = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
-        b_x = tl.load(x + p_x, mask=row_mask(m_t, o_v, V, BV), other=0.)                                 # [BT, BV]
-        b_s = tl.load(S + p_s + o_v[:, None] * K + o_k[None, :], mask=row_mask(o_v < V, o_k, K, BK), other=0.)
-        b_y = tl.dot(b_x, b_s, b_y, input_precision=PREC)
-    return b_y
-
-
-@triton.jit
-def _state_inner(St, Rt, p_s, i_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """⟨S, R⟩ over one K tile."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    o_k = i_k * BK + tl.arange(0, BK)
-    b_y = tl.zeros([BK], dtype=tl.float32)
-    for i_v in range(0, NV):
-        o_v = i_v * BV + tl.arange(0, BV)
+        m_tv = row_mask(m_t, o_v, V, BV)
         m_s = row_mask(o_v < V, o_k, K, BK)
-        p = p_s + o_v[:, None] * K + o_k[None, :]
-        b_s = tl.load(St + p, mask=m_s, other=0.).to(tl.float32)                                         # [BV, BK]
-        b_y += tl.sum(b_s * tl.load(Rt + p, mask=m_s, other=0.).to(tl.float32), 0)
-    return tl.sum(b_y, 0)
+        p_x = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
+        p_h = p_s + o_v[:, None] * K + o_k[None, :]
+        b_s = tl.load(St + p_h, mask=m_s, other=0.)                                                      # [BV, BK]
+        b_r = tl.load(Rt + p_h, mask=m_s, other=0.)
+        b_er = tl.dot(tl.load(E + p_x, mask=m_tv, other=0.), b_r, b_er, input_precision=PREC)
+        b_os = tl.dot(tl.load(do + p_x, mask=m_tv, other=0.), b_s, b_os, input_precision=PREC)
+        b_vs = tl.dot(tl.load(dv + p_x, mask=m_tv, other=0.), b_s, b_vs, input_precision=PREC)
+        b_sr += tl.sum(b_s.to(tl.float32) * b_r.to(tl.float32), 0)
+    return b_er, b_os, b_vs, tl.sum(b_sr, 0)
 
 
 @triton.jit
@@ -170,19 +164,17 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
         b_G = tl.load(G + p * BT + o_c)
         b_gl = tl.load(G + p * BT + BT - 1)
         b_eg = tl.exp(b_G)
-        b_t = _state_product(E, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * tl.exp(b_gl - b_G)[:, None]
-        b_w = b_rk * tl.sum(b_k.to(tl.float32) * b_t, 1)
-        b_dk += b_t * tl.load(b + p * BT + o_c)[:, None]
-        b_t = _state_product(do, St, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * (b_eg * scale)[:, None]
-        b_a = b_rq * tl.sum(b_q.to(tl.float32) * b_t, 1)
-        b_dq += b_t
-        b_t = _state_product(dv, St, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC) * b_eg[:, None]
-        b_a -= b_rk * tl.sum(b_k.to(tl.float32) * b_t, 1)
-        b_dk -= b_t
+        b_er, b_os, b_vs, b_sr = _state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
+        b_er = b_er * tl.exp(b_gl - b_G)[:, None]
+        b_os = b_os * (b_eg * scale)[:, None]
+        b_vs = b_vs * b_eg[:, None]
+        b_dq += b_os
+        b_dk += b_er * tl.load(b + p * BT + o_c)[:, None] - b_vs
+        b_kf = b_k.to(tl.float32)
         p_t = (i_k * NS + slot) * HV + i_hv
-        tl.store(pk + p_t * (2 * BT) + o_c, b_w)
-        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
-        tl.store(psr + p_t, _state_inner(St, Rt, p_s, i_k, K, V, BK, BV))
+        tl.store(pk + p_t * (2 * BT) + o_c, b_rk * tl.sum(b_kf * b_er, 1))
+        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_rq * tl.sum(b_q.to(tl.float32) * b_os, 1) - b_rk * tl.sum(b_kf * b_vs, 1))
+        tl.store(psr + p_t, b_sr)
     p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
     b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
     b_ws = tl.load(xw + p_c + BT * BT)

@@ -83,7 +83,9 @@ def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T,
         b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
         b_eg, b_egl, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
         b_so = b_s.to(k.dtype.element_ty)
-        if not OUTPUT:
+        if OUTPUT:
+            b_rq = tl.load(rq + p_r + o_c)      # feeds no dot, so that it is not prefetched: asked for long before its use
+        else:
             p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
             tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
@@ -93,7 +95,7 @@ def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T,
         if OUTPUT:
             b_q = tl.load(q + p_k, mask=m_tk, other=0.)
             b_p = tl.load(P + p_c)
-            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]
+            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC) * (b_eg * b_rq * scale)[None, :]
             b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
             tl.store(o + p_v, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
         else:

@@ -26,8 +26,8 @@ def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 def _gradients(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    width = 32 if dtype == torch.float32 else 64
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, width), BV=_block(V, width)), num_warps=8, num_stages=2)
+    rows = 32 if dtype == torch.float32 else 64
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if arch == "sm_80" else rows), BV=_block(V, rows)), num_warps=8, num_stages=2)
 
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
