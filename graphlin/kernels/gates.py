@@ -1,8 +1,14 @@
-"""Prologues shared by the delta rules: decay gate, write strength, row norms."""
+"""Prologues shared by the delta rules, and their gradients: decay gate, write strength, row norms."""
 
 import triton
 import triton.language as tl
 
+from graphlin.kernels.common import row_mask
+
+# GATE of the kernels; 0: log decays as given.
+SOFTPLUS = tl.constexpr(1)      # -rate * softplus(u)
+BOUNDED = tl.constexpr(2)       # lower_bound * sigmoid(rate * u)
+MAX_A_LOG = tl.constexpr(80.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 # exp(g) is 0 in float32 below this; keeping g above it keeps chunk sums small enough to be exact where they matter.
 MIN_LOG_DECAY = tl.constexpr(-104.0)
@@ -20,25 +26,84 @@ def sigmoid(x):
 
 
 @triton.jit
-def log_decay(b_raw, A_log, dt_bias, i_hv, GATE: tl.constexpr, BIAS: tl.constexpr):
-    """`-exp(A_log) softplus(raw + dt_bias)`, or the raw value itself. To be masked afterwards: gate(0) is not 0."""
-    if GATE:
-        if BIAS:
-            b_raw = b_raw + tl.load(dt_bias + i_hv).to(tl.float32)
-        b_raw = -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_raw)
-    return tl.maximum(b_raw, MIN_LOG_DECAY)
+def decay_rate(A_log, i_hv):
+    """`exp(A_log)` of a head, 1 without A_log. Bounded, so that no infinite rate meets a gate of 0."""
+    rate = 1.0
+    if A_log is not None:
+        rate = tl.exp(tl.minimum(tl.load(A_log + i_hv).to(tl.float32), MAX_A_LOG))
+    return rate
 
 
 @triton.jit
-def load_gates(g, beta, A_log, dt_bias, p, i_hv, m_t, o_t, HV: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-               BETA: tl.constexpr):
-    """Log decay and write strength of rows `p + o_t * HV`, both 0 on padding rows. BETA 0: beta as given, else BETA * sigmoid."""
-    b_g = tl.load(g + p + o_t * HV, mask=m_t, other=0.).to(tl.float32)
+def log_decay(b_u, rate, lower_bound, GATE: tl.constexpr):
+    """Log decay of raw gates u with their bias. To be cut off and masked afterwards: gate(0) is not 0."""
+    if GATE == SOFTPLUS:
+        b_u = -rate * softplus(b_u)
+    elif GATE == BOUNDED:
+        b_u = lower_bound * sigmoid(rate * b_u)
+    return b_u
+
+
+@triton.jit
+def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr):
+    """Gradients of raw gates and the terms of A_log's, from those of the log decays; 0 where a log decay was cut off."""
+    b_dg = tl.where(log_decay(b_u, rate, lower_bound, GATE) < MIN_LOG_DECAY, 0.0, b_dg)
+    b_da = tl.zeros_like(b_dg)
+    if GATE == SOFTPLUS:
+        b_da = b_dg * -rate * softplus(b_u)
+        b_dg = -b_dg * rate * sigmoid(b_u)
+    elif GATE == BOUNDED:
+        b_dg = b_dg * lower_bound * sigmoid(rate * b_u) * sigmoid(-rate * b_u) * rate
+        b_da = b_dg * b_u
+    return b_dg, b_da
+
+
+@triton.jit
+def rate_gradient(b_da, A_log, i_hv):
+    """A_log's gradient from the sum of its terms: 0 where A_log acts as its bound."""
+    return tl.where(tl.load(A_log + i_hv).to(tl.float32) > MAX_A_LOG, 0.0, b_da)
+
+
+@triton.jit
+def load_strength(beta, p, m_t, o_t, HV: tl.constexpr, BETA: tl.constexpr):
+    """Write strength of rows `p + o_t * HV`, 0 on padding rows. BETA 0: beta as given, else BETA * sigmoid."""
     b_b = tl.load(beta + p + o_t * HV, mask=m_t, other=0.).to(tl.float32)
-    b_g = tl.where(m_t, log_decay(b_g, A_log, dt_bias, i_hv, GATE, BIAS), 0.0)
     if BETA > 0:
         b_b = tl.where(m_t, BETA * sigmoid(b_b), 0.0)
-    return b_g, b_b
+    return b_b
+
+
+@triton.jit
+def strength_gradient(b_db, b_b, BETA: tl.constexpr):
+    """Gradient of what write strengths b were made of."""
+    if BETA > 0:
+        b_db = b_db * b_b * (1.0 - b_b * (1.0 / BETA))
+    return b_db
+
+
+@triton.jit
+def load_head_gates(g, dt_bias, p, i_hv, m_t, o_t, HV: tl.constexpr, BIAS: tl.constexpr):
+    """Raw gates of one head with their bias, rows `p + o_t * HV`."""
+    b_u = tl.load(g + p + o_t * HV, mask=m_t, other=0.).to(tl.float32)
+    if BIAS:
+        b_u = b_u + tl.load(dt_bias + i_hv).to(tl.float32)
+    return b_u
+
+
+@triton.jit
+def load_channel_gates(g, dt_bias, p, i_hv, m_t, o_t, o_k, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                       BIAS: tl.constexpr):
+    """Raw gates of a tile of channels of one head with their bias, [rows, BK]."""
+    b_u = tl.load(g + p + o_t[:, None] * (HV * K) + o_k[None, :], mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)
+    if BIAS:
+        b_u = b_u + tl.load(dt_bias + i_hv * K + o_k, mask=o_k < K, other=0.).to(tl.float32)[None, :]
+    return b_u
+
+
+@triton.jit
+def masked_decay(b_u, m, rate, lower_bound, GATE: tl.constexpr):
+    """Log decays of raw gates, cut off below and 0 outside the mask."""
+    return tl.where(m, tl.maximum(log_decay(b_u, rate, lower_bound, GATE), MIN_LOG_DECAY), 0.0)
 
 
 @triton.jit
@@ -56,3 +121,38 @@ def decay_matrix(b_G, BT: tl.constexpr):
     """`exp(G_i - G_j)` for i >= j, else 0. The exponent is masked, not the result: above the diagonal it may overflow."""
     o_c = tl.arange(0, BT)
     return tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], float('-inf')))
+
+
+@triton.jit
+def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr,
+                   BK: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr, L2: tl.constexpr):
+    """dx from the gradient of r∘x: r (dx − r² x (x·dx)) with l2norm, as it is without.
+
+    That gradient is the sum of PARTS float32 tiles `[BT, NK * BK]`, PITCH apart.
+    """
+    o_c = tl.arange(0, BT)
+    b_y = tl.zeros([BT], dtype=tl.float32)
+    b_r = tl.load(r + p_r + o_c)
+    if L2:
+        for i_k in range(0, NK):
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
+            b_x = tl.load(x + p_x, mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)              # [BT, BK]
+            b_y += tl.sum(b_x * _sum_parts(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :], PARTS, PITCH), 1)
+        b_y = b_y * b_r * b_r
+    for i_k in range(0, NK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_tk = row_mask(m_t, o_k, K, BK)
+        p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
+        b_dx = _sum_parts(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :], PARTS, PITCH)
+        if L2:
+            b_dx = (b_dx - tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32) * b_y[:, None]) * b_r[:, None]
+        tl.store(dx + p_x, b_dx.to(dx.dtype.element_ty), mask=m_tk)
+
+
+@triton.jit
+def _sum_parts(p, PARTS: tl.constexpr, PITCH: tl.constexpr):
+    b_x = tl.load(p)
+    for i in range(1, PARTS):
+        b_x += tl.load(p + i * PITCH)
+    return b_x

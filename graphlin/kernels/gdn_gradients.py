@@ -12,28 +12,13 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_rows
-from graphlin.kernels.gates import decay_matrix, sigmoid, softplus
-from graphlin.kernels.gdn_problem import Prologue, Workspace
+from graphlin.kernels.delta_problem import Operands, Prologue
+from graphlin.kernels.delta_products import error_products, state_products
+from graphlin.kernels.gates import (
+    decay_matrix, decay_rate, gate_gradients, load_head_gates, norm_gradients, rate_gradient, strength_gradient,
+)
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
-
-
-@triton.jit
-def _pair_tiles(do, dv, E, p_v, m_t, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-                PREC: tl.constexpr):
-    """F = dO Eᵀ and H = dV Eᵀ, [BT, BT]."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    o_c = tl.arange(0, BT)
-    b_f = tl.zeros([BT, BT], dtype=tl.float32)
-    b_h = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_v in range(0, NV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_tv = row_mask(m_t, o_v, V, BV)
-        p = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
-        b_et = tl.trans(tl.load(E + p, mask=m_tv, other=0.))                                             # [BV, BT]
-        b_f = tl.dot(tl.load(do + p, mask=m_tv, other=0.), b_et, b_f, input_precision=PREC)
-        b_h = tl.dot(tl.load(dv + p, mask=m_tv, other=0.), b_et, b_h, input_precision=PREC)
-    return b_f, b_h
 
 
 @triton.jit
@@ -79,7 +64,7 @@ def _pair_chunk(q, k, do, E, dv, G, b, rq, rk, xw, pv, i_n, i_t, i_h, cu, T, NS,
         i_hv = i_h * R + i_r
         p = slot * HV + i_hv
         b_b = tl.load(b + p * BT + o_c)
-        b_f, b_h = _pair_tiles(do, dv, E, (row * HV + i_hv) * V, m_t, HV, V, BT, BV, PREC)
+        b_f, b_h = error_products(do, dv, E, (row * HV + i_hv) * V, m_t, HV, V, BT, BV, PREC)
         b_gam = decay_matrix(tl.load(G + p * BT + o_c), BT)
         b_f = b_f * b_gam
         b_h = tl.where(low, b_h * b_gam, 0.0)
@@ -111,32 +96,6 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
-def _state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
-    """E Rᵀ, dO Sᵀ and dV Sᵀ for one K tile, [BT, BK], and ⟨S, R⟩ over it; the states are stored transposed."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    o_c = tl.arange(0, BT)
-    o_k = i_k * BK + tl.arange(0, BK)
-    b_er = tl.zeros([BT, BK], dtype=tl.float32)
-    b_os = tl.zeros([BT, BK], dtype=tl.float32)
-    b_vs = tl.zeros([BT, BK], dtype=tl.float32)
-    b_sr = tl.zeros([BK], dtype=tl.float32)
-    for i_v in range(0, NV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_tv = row_mask(m_t, o_v, V, BV)
-        m_s = row_mask(o_v < V, o_k, K, BK)
-        p_x = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
-        p_h = p_s + o_v[:, None] * K + o_k[None, :]
-        b_s = tl.load(St + p_h, mask=m_s, other=0.)                                                      # [BV, BK]
-        b_r = tl.load(Rt + p_h, mask=m_s, other=0.)
-        b_er = tl.dot(tl.load(E + p_x, mask=m_tv, other=0.), b_r, b_er, input_precision=PREC)
-        b_os = tl.dot(tl.load(do + p_x, mask=m_tv, other=0.), b_s, b_os, input_precision=PREC)
-        b_vs = tl.dot(tl.load(dv + p_x, mask=m_tv, other=0.), b_s, b_vs, input_precision=PREC)
-        b_sr += tl.sum(b_s.to(tl.float32) * b_r.to(tl.float32), 0)
-    return b_er, b_os, b_vs, tl.sum(b_sr, 0)
-
-
-@triton.jit
 def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
                  H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
@@ -164,7 +123,7 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
         b_G = tl.load(G + p * BT + o_c)
         b_gl = tl.load(G + p * BT + BT - 1)
         b_eg = tl.exp(b_G)
-        b_er, b_os, b_vs, b_sr = _state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
+        b_er, b_os, b_vs, b_sr = state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
         b_er = b_er * tl.exp(b_gl - b_G)[:, None]
         b_os = b_os * (b_eg * scale)[:, None]
         b_vs = b_vs * b_eg[:, None]
@@ -174,7 +133,7 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
         p_t = (i_k * NS + slot) * HV + i_hv
         tl.store(pk + p_t * (2 * BT) + o_c, b_rk * tl.sum(b_kf * b_er, 1))
         tl.store(pk + p_t * (2 * BT) + BT + o_c, b_rq * tl.sum(b_q.to(tl.float32) * b_os, 1) - b_rk * tl.sum(b_kf * b_vs, 1))
-        tl.store(psr + p_t, b_sr)
+        tl.store(psr + p_t, tl.sum(b_sr, 0))
     p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
     b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
     b_ws = tl.load(xw + p_c + BT * BT)
@@ -229,42 +188,14 @@ def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i
         b_dg = tl.sum(b_a, 0) - tl.cumsum(b_a, 0) + b_a
     b_dg += (tl.cumsum(b_bw, 0) - b_bw) + tl.exp(tl.load(G + p * BT + BT - 1)) * b_sr
     b_dg = tl.where(m_t, b_dg, 0.0)
-    if GATE:
-        b_u = tl.load(g + p_g + o_c * HV, mask=m_t, other=0.).to(tl.float32)
-        if BIAS:
-            b_u = b_u + tl.load(dt_bias + i_hv).to(tl.float32)
-        b_ea = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        tl.store(dgate + (i_c * 2) * HV + i_hv, tl.sum(b_dg * -b_ea * softplus(b_u), 0))
-        b_dg = -b_dg * b_ea * sigmoid(b_u)
+    b_u = load_head_gates(g, dt_bias, p_g, i_hv, m_t, o_c, HV, BIAS)
+    b_dg, b_da = gate_gradients(b_dg, b_u, decay_rate(A_log, i_hv), 0.0, GATE)
+    if GATE > 0:
+        tl.store(dgate + (i_c * 2) * HV + i_hv, rate_gradient(tl.sum(b_da, 0), A_log, i_hv))
         tl.store(dgate + (i_c * 2 + 1) * HV + i_hv, tl.sum(b_dg, 0))
-    if BETA > 0:
-        b_db = b_db * b_b * (1.0 - b_b * (1.0 / BETA))
+    b_db = strength_gradient(b_db, b_b, BETA)
     tl.store(dg + p_g + o_c * HV, b_dg.to(dg.dtype.element_ty), mask=m_t)
     tl.store(dbeta + p_g + o_c * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
-
-
-@triton.jit
-def _finish_rows(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, L2: tl.constexpr):
-    """dx from the gradient of r∘x: r (dx − r² x (x·dx)) with l2norm, as it is without."""
-    o_c = tl.arange(0, BT)
-    b_y = tl.zeros([BT], dtype=tl.float32)
-    b_r = tl.load(r + p_r + o_c)
-    if L2:
-        for i_k in range(0, NK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
-            b_x = tl.load(x + p_x, mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)              # [BT, BK]
-            b_y += tl.sum(b_x * tl.load(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :]), 1)
-        b_y = b_y * b_r * b_r
-    for i_k in range(0, NK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        m_tk = row_mask(m_t, o_k, K, BK)
-        p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
-        b_dx = tl.load(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :])
-        if L2:
-            b_dx = (b_dx - tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32) * b_y[:, None]) * b_r[:, None]
-        tl.store(dx + p_x, b_dx.to(dx.dtype.element_ty), mask=m_tk)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -294,8 +225,8 @@ def gdn_finish_gradients(q, k, g, beta, A_log, dt_bias, G, b, rq, rk, pv, pk, ps
             p_t = (row * H + i_h) * K
             p_r = (slot * H + i_h) * BT
             p_w = (slot * H + i_h) * (2 * BT * NK * BK)
-            _finish_rows(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, L2)
-            _finish_rows(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, L2)
+            norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, 1, 0, L2)
+            norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, 1, 0, L2)
     if VARLEN:
         first = active_rows(cu, N, T)
         zero_rows(dq, first, T, H * K, 1024)
@@ -309,7 +240,7 @@ def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, E: torch.Tensor,
-                  dv: torch.Tensor, St: torch.Tensor, Rt: torch.Tensor, work: Workspace, prologue: Prologue, packing: Packing,
+                  dv: torch.Tensor, St: torch.Tensor, Rt: torch.Tensor, work: Operands, prologue: Prologue, packing: Packing,
                   scale: float) -> tuple[torch.Tensor, ...]:
     """dq, dk, dg, dbeta like their inputs, and per chunk `[NT, 2, HV]` the partials of dA_log and ddt_bias (None without gate)."""
     (H, K), (HV, V), BT, NS = q.shape[2:], do.shape[2:], packing.BT, packing.NS
@@ -322,7 +253,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     pv, pk, psr = _float32(work.G, NS, HV, 2, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
     dqk = _float32(work.G, NS, H, 2, BT, NK * BK)
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
-    dgate = _float32(work.G, packing.NT, 2, HV) if prologue.A_log is not None else None
+    dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None
     rows = (work.G, work.b, work.rq, work.rk)
     where = (packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS)
     common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)

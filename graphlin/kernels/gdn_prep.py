@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.common import chunk, chunk_count, chunk_cumsum, chunk_slot, keep, row_mask, sequence
-from graphlin.kernels.gates import decay_matrix, inverse_norm, load_gates
-from graphlin.kernels.gdn_problem import Prologue, Workspace
+from graphlin.kernels.delta_problem import Operands, Prologue
+from graphlin.kernels.gates import decay_matrix, decay_rate, inverse_norm, load_head_gates, load_strength, masked_decay
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.triangular import unit_lower_inverse
@@ -96,7 +96,9 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
         p = slot * HV + i_hv
         p_g = row * HV + i_hv
         p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
-        g_0, b_0 = load_gates(g, beta, A_log, dt_bias, p_g, i_hv, m_0, o_h, HV, GATE, BIAS, BETA)
+        rate = decay_rate(A_log, i_hv)
+        b_0 = load_strength(beta, p_g, m_0, o_h, HV, BETA)
+        g_0 = masked_decay(load_head_gates(g, dt_bias, p_g, i_hv, m_0, o_h, HV, BIAS), m_0, rate, 0.0, GATE)
         G_0 = chunk_cumsum(g_0, False)
         tl.store(G + p * BT + o_h, G_0)
         tl.store(b + p * BT + o_h, b_0)
@@ -105,7 +107,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
         a_0 = unit_lower_inverse(tl.where(low, b_w * kk_00, 0.0), HB, PREC_INV)
         tl.store(A + p_c, a_0.to(A.dtype.element_ty))
         if TWO:
-            g_1, b_1 = load_gates(g, beta, A_log, dt_bias, p_g + HB * HV, i_hv, m_1, o_h, HV, GATE, BIAS, BETA)
+            b_1 = load_strength(beta, p_g + HB * HV, m_1, o_h, HV, BETA)
+            g_1 = masked_decay(load_head_gates(g, dt_bias, p_g + HB * HV, i_hv, m_1, o_h, HV, BIAS), m_1, rate, 0.0, GATE)
             G_1 = chunk_cumsum(g_1, False) + tl.sum(g_0, 0)
             tl.store(G + p * BT + HB + o_h, G_1)
             tl.store(b + p * BT + HB + o_h, b_1)
@@ -140,14 +143,14 @@ def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, cu, chunks, N, T
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,
-             scale: float) -> Workspace:
+             scale: float) -> Operands:
     """A, P `[NS, HV, BT, BT]` in q's dtype; G, b `[NS, HV, BT]`, rq, rk `[NS, H, BT]` float32; indexed by chunk slot."""
     H, K, HV, BT, NS = q.shape[2], q.shape[3], g.shape[2], packing.BT, packing.NS
     square = [q.new_empty(NS, HV, BT, BT) for _ in "AP"]
     rows = [q.new_empty(NS, heads, BT, dtype=torch.float32) for heads in (HV, HV, H, H)]
-    work = Workspace(*square, *rows)
+    operands = Operands(q, k, None, *square, *rows)
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
-    launch(gdn_prep, grid_stride(packing.NT * H, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias, *work,
-           packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale, record=record,
+    launch(gdn_prep, grid_stride(packing.NT * H, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
+           *operands[3:], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale, record=record,
            H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
-    return work
+    return operands

@@ -2,16 +2,13 @@
 
 import torch
 
+from graphlin.kernels.gates import SOFTPLUS
 from graphlin.kernels.gdn_gradients import run_gradients
 from graphlin.kernels.gdn_prep import run_prep
-from graphlin.kernels.gdn_problem import Prologue, Workspace
-from graphlin.kernels.gdn_recurrence import run_recurrence, run_two_recurrences
-from graphlin.kernels.packing import Packing
-from graphlin.kernels.reduce import reduce_partials
 from graphlin.ops.chunks import resolve_packing
-from graphlin.ops.validation import check_tensor, read_values
+from graphlin.ops.delta_rule import Call, Family, apply_delta_rule, check_gate, check_inputs, check_log_decays, strength_range
 
-MAX_HEAD_DIM = 256
+GATED_DELTA_RULE = Family(run_prep, run_gradients)
 
 
 def chunk_gated_delta_rule(
@@ -61,98 +58,12 @@ def chunk_gated_delta_rule(
     >>> q, k, v = (torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     >>> o, _ = chunk_gated_delta_rule(q, k, v, -torch.rand(1, 100, 2, device="cuda"), torch.rand(1, 100, 2, device="cuda"))
     """
-    _check_inputs(q, k, v, g, beta)
+    check_inputs(q, k, v, g, beta, per_channel=False)
     packing = resolve_packing("q", q, cu_seqlens, chunk_indices, chunk_size, graph_capture, validate)
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    if initial_state is not None:
-        shape = (packing.N, HV, V, K) if state_v_first else (packing.N, HV, K, V)
-        check_tensor("initial_state", initial_state, shape=shape, like=q)
-        initial_state = initial_state.contiguous()
-    _check_gate(use_gate_in_kernel, A_log, dt_bias, HV, q)
+    check_gate(use_gate_in_kernel, A_log, dt_bias, v.shape[2], v.shape[2], q)
     if validate and not use_gate_in_kernel:
-        active = g[:, :read_values("cu_seqlens", cu_seqlens[-1], "validate=True")] if packing.varlen else g
-        if read_values("g", (active > 0).any(), "validate=True"):
-            raise ValueError("g: expected log decays <= 0, found a positive value; pass log(decay), or use_gate_in_kernel=True")
-    beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-    scale = float(K ** -0.5 if scale is None else scale)
-    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
-    return GatedDeltaRule.apply(*inputs, A_log, dt_bias, initial_state, output_final_state, use_qk_l2norm_in_kernel, beta_range,
-                                state_v_first, packing, scale)
-
-
-class GatedDeltaRule(torch.autograd.Function):
-    """Two launches forward; backward four, and one reduction where A_log is learned."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, A_log, dt_bias, h0, store_ht, l2norm, beta_range, v_first, packing: Packing, scale):
-        prologue = Prologue(l2norm, A_log, dt_bias, beta_range)
-        ctx.set_materialize_grads(False)
-        ctx.options = (l2norm, beta_range, v_first, packing, scale)
-        if v.numel() == 0:
-            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, h0)
-            return _empty_forward(v, h0, store_ht, v_first, packing, q.shape[3])
-        work = run_prep(q, k, g, beta, prologue, packing, scale)
-        o, ht = run_recurrence(q, k, v, work, h0, store_ht, v_first, packing, scale)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, h0, *work)
-        return o, ht
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dht):
-        q, k, v, g, beta, A_log, dt_bias, h0, *work = ctx.saved_tensors
-        l2norm, beta_range, v_first, packing, scale = ctx.options
-        if not work:
-            dh0 = None if h0 is None else torch.zeros_like(h0) if dht is None else dht.to(h0.dtype)
-            zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, g, beta, A_log, dt_bias)]
-            return *zeros, dh0, *[None] * 6
-        prologue, work = Prologue(l2norm, A_log, dt_bias, beta_range), Workspace(*work)
-        do = torch.zeros_like(v) if do is None else do.contiguous()
-        dht = None if dht is None else dht.contiguous()
-        St, E, Rt, dv, dh0 = run_two_recurrences(q, k, v, do, work, h0, dht, ctx.needs_input_grad[7], v_first, packing, scale)
-        dq, dk, dg, dbeta, dgate = run_gradients(q, k, g, beta, do, E, dv, St, Rt, work, prologue, packing, scale)
-        dA_log = ddt_bias = None
-        if A_log is not None and (ctx.needs_input_grad[5] or ctx.needs_input_grad[6]):
-            sums = reduce_partials(dgate.view(dgate.shape[0], -1), packing).view(2, -1)
-            dA_log = sums[0].to(A_log.dtype)
-            ddt_bias = None if dt_bias is None else sums[1].to(dt_bias.dtype)
-        return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0, *[None] * 6
-
-
-def _empty_forward(v, h0, store_ht, v_first, packing, K):
-    """No token or no head: nothing to launch, and the states pass through."""
-    o = torch.empty_like(v)
-    if not store_ht:
-        return o, None
-    HV, V = v.shape[2:]
-    if h0 is not None:
-        return o, h0.to(torch.float32, copy=True)
-    return o, v.new_zeros(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32)
-
-
-def _check_inputs(q, k, v, g, beta) -> None:
-    check_tensor("q", q, shape=("B", "T", "H", "K"))
-    B, T, H, K = q.shape
-    check_tensor("k", k, shape=(B, T, H, K), dtypes=(q.dtype,), like=q)
-    check_tensor("v", v, shape=(B, T, "HV", "V"), dtypes=(q.dtype,), like=q)
-    HV, V = v.shape[2:]
-    if H == 0 or HV % H != 0:
-        raise ValueError(f"v: expected a number of value heads that is a multiple of the {H} key heads of q, found {HV}")
-    for name, size in (("K", K), ("V", V)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected a head size between 1 and {MAX_HEAD_DIM}, found {size}")
-    check_tensor("g", g, shape=(B, T, HV), like=q)
-    check_tensor("beta", beta, shape=(B, T, HV), like=q)
-
-
-def _check_gate(use_gate: bool, A_log, dt_bias, HV: int, q: torch.Tensor) -> None:
-    if not use_gate:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None without use_gate_in_kernel, found a tensor; "
-                                 "pass use_gate_in_kernel=True or leave it out")
-        return
-    if A_log is None:
-        raise ValueError("A_log: expected a tensor [HV] with use_gate_in_kernel=True, found None")
-    check_tensor("A_log", A_log, shape=(HV,), like=q)
-    if dt_bias is not None:
-        check_tensor("dt_bias", dt_bias, shape=(HV,), like=q)
+        check_log_decays(g, packing)
+    call = Call(GATED_DELTA_RULE, packing, float(q.shape[3] ** -0.5 if scale is None else scale), output_final_state,
+                state_v_first, use_qk_l2norm_in_kernel, SOFTPLUS.value if use_gate_in_kernel else 0,
+                strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval))
+    return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)

@@ -1,11 +1,11 @@
-"""Gated DeltaNet, the serial kernels: the state from chunk to chunk, forward, and its gradient, backward.
+"""The delta rules' serial kernels: the state from chunk to chunk, forward, and its gradient, backward.
 
-With S the state entering a chunk and R the gradient of the state leaving it through later chunks (rows scaled by a vector in
-front, r_k, r_q the l2 norms' inverses):
-    E = A (V − e^G r_k∘(k S)),      O = s e^G r_q∘(q S) + P E,      S ← e^(G_C) S + kᵀ(β r_k e^(G_C−G)∘E)
-    dE = Pᵀ dO + β r_k e^(G_C−G)∘(k R),  dV = Aᵀ dE,
-    R ← e^(G_C) R + qᵀ(s e^G r_q∘dO) − kᵀ(e^G r_k∘dV)
-The two recurrences need nothing of each other. States are kept transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that
+With S the state entering a chunk and R the gradient of the state leaving it through later chunks:
+    E = A (V − k̃ S),         O = q̃ S + P E,     S ← e^(G_C) S + k_wᵀ E
+    dE = Pᵀ dO + k_w R,      dV = Aᵀ dE,        R ← e^(G_C) R + q̃ᵀ dO − k̃ᵀ dV
+with q̃ = s e^G∘q, k̃ = e^G∘k, k_w = β e^(G_C−G)∘k. Where each channel has its decay (PER_CHANNEL), e^(G_C) scales the rows of
+S, and q̃, k̃, k_w come from memory. Where a head has one, all of these scale rows of `[BT, BV]` tiles instead, with the l2
+norms' inverses r_q, r_k: k̃ S = (e^G r_k)∘(k S). The two recurrences need nothing of each other. States are kept transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that
 they stay in registers.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
-from graphlin.kernels.gdn_problem import Workspace
+from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -52,10 +52,10 @@ def _row_scales(G, b, rk, p, p_r, BT: tl.constexpr):
 
 
 @triton.jit
-def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T, NS, scale,
+def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T, NS, scale,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                OUTPUT: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
     """Carries S over one sequence. OUTPUT: writes o (and ht); else stores what the gradients need, S before each chunk and E."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -81,21 +81,32 @@ def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T,
         b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
         b_v = tl.load(v + p_v, mask=m_tv, other=0.)                                                      # [BT, BV]
         b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
-        b_eg, b_egl, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+        if PER_CHANNEL:
+            b_decay = tl.exp(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
+        else:
+            b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
         b_so = b_s.to(k.dtype.element_ty)
         if OUTPUT:
-            b_rq = tl.load(rq + p_r + o_c)      # feeds no dot, so that it is not prefetched: asked for long before its use
+            if not PER_CHANNEL:
+                b_rq = tl.load(rq + p_r + o_c)  # feeds no dot, so that it is not prefetched: asked for long before its use
         else:
             p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
             tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
-        b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC) * b_read[None, :]
-        b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-        b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_egl, input_precision=PREC)
+        b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC)
+        if PER_CHANNEL:
+            b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
+            b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
+            b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
+        else:
+            b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
+            b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
         if OUTPUT:
             b_q = tl.load(q + p_k, mask=m_tk, other=0.)
             b_p = tl.load(P + p_c)
-            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC) * (b_eg * b_rq * scale)[None, :]
+            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)
+            if not PER_CHANNEL:
+                b_o = b_o * (b_eg * b_rq * scale)[None, :]
             b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
             tl.store(o + p_v, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
         else:
@@ -105,10 +116,10 @@ def _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T,
 
 
 @triton.jit
-def _gradient_loop(q, k, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS, scale,
+def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS, scale,
                    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
-                   VARLEN: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                   VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
     """Carries R over one sequence, last chunk first; stores R after each chunk, dv and dh0."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -135,79 +146,90 @@ def _gradient_loop(q, k, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v, cu
         m_tv = row_mask(m_t, o_v, V, BV)
         b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
         b_dot = tl.trans(tl.load(do + p_v, mask=m_tv, other=0.))                                         # [BV, BT]
-        b_eg, b_egl, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
         b_ro = b_r.to(k.dtype.element_ty)
         p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
         tl.store(Rt + p_s, b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
-        b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]                      # [BV, BT]
+        if PER_CHANNEL:
+            b_decay = tl.exp(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
+            b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                # [BT, BK]
+            b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                    # [BV, BT]
+        else:
+            b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+            b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
         b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
         b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
         tl.store(dv + p_v, tl.trans(b_dv).to(dv.dtype.element_ty), mask=m_tv)
         b_q = tl.load(q + p_k, mask=m_tk, other=0.)
-        b_qs = (b_dot.to(tl.float32) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]).to(b_q.dtype)
-        b_r = tl.dot(b_qs, b_q, b_r * b_egl, input_precision=PREC)
-        b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+        if PER_CHANNEL:
+            b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
+            b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+        else:
+            b_qs = (b_dot.to(tl.float32) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]).to(b_q.dtype)
+            b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
+            b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
     if STORE_DH0:
         _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def gdn_recurrence(q, k, v, A, P, G, b, rq, rk, h0, o, ht, cu, N, T, NS, scale,
-                   H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                   BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
-                   VARLEN: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+def delta_recurrence(q, k, kw, A, P, G, b, rq, rk, v, h0, o, ht, cu, N, T, NS, scale,
+                     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                     BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
+                     VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
     """Grid (sequence, value head, V tile). Writes o and ht; BK covers K."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    _state_loop(q, k, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu, T, NS,
-                scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PREC, COPY_LHS)
+    _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu, T,
+                NS, scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def gdn_two_recurrences(q, k, v, do, A, P, G, b, rq, rk, h0, dht, St, E, Rt, dv, dh0, cu, N, T, NS, scale,
-                        H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                        BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
-                        STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
-                        COPY_LHS: tl.constexpr):
+def delta_two_recurrences(q, k, kw, A, P, G, b, rq, rk, v, do, h0, dht, St, E, Rt, dv, dh0, cu, N, T, NS, scale,
+                          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                          BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
+                          STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
+                          PREC: tl.constexpr, COPY_LHS: tl.constexpr):
     """Grid 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence."""
     NV: tl.constexpr = (V + BV - 1) // BV
     half = tl.num_programs(0) // 2
     i_p = tl.program_id(0) % half
     if tl.program_id(0) < half:
-        _gradient_loop(q, k, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, scale,
-                       H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PREC, COPY_LHS)
+        _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, scale, H, HV, K,
+                       V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
     else:
-        _state_loop(q, k, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS,
-                    scale, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PREC, COPY_LHS)
+        _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, scale, H, HV, K,
+                    V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
     if VARLEN:
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
 
-def run_recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Workspace, h0: torch.Tensor | None,
-                   store_ht: bool, v_first: bool, packing: Packing, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
+                   packing: Packing, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o like v, and the final state float32 if wanted."""
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
-    record = record_for("gdn_recurrence", q.device, K=K, V=V, BT=packing.BT, dtype=q.dtype)
+    record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = packing.N * HV * -(-V // record.tiles["BV"])
-    launch(gdn_recurrence, grid, q, k, v, *work, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale, record=record,
-           H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first, VARLEN=packing.varlen)
+    launch(delta_recurrence, grid, *operands, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale, record=record,
+           H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
+           VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel)
     return o, ht
 
 
-def run_two_recurrences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, work: Workspace,
-                        h0: torch.Tensor | None, dht: torch.Tensor | None, store_dh0: bool, v_first: bool, packing: Packing,
+def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h0: torch.Tensor | None,
+                        dht: torch.Tensor | None, store_dh0: bool, v_first: bool, packing: Packing,
                         scale: float) -> tuple[torch.Tensor, ...]:
     """St, Rt `[NS, HV, V, K]`, E and dv like v, dh0 like h0 (None unless wanted)."""
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     St, Rt = (v.new_empty(packing.NS, HV, V, K) for _ in range(2))
     E, dv = torch.empty_like(v), torch.empty_like(v)
     dh0 = torch.empty_like(h0) if store_dh0 else None
-    record = record_for("gdn_two_recurrences", q.device, K=K, V=V, BT=packing.BT, dtype=q.dtype)
+    record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * packing.N * HV * -(-V // record.tiles["BV"])
-    launch(gdn_two_recurrences, grid, q, k, v, do, *work, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
+    launch(delta_two_recurrences, grid, *operands, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
            packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
-           USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen)
+           USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
+           PER_CHANNEL=operands.per_channel)
     return St, E, Rt, dv, dh0

@@ -1,0 +1,50 @@
+"""What the launchers of the delta rules pass among themselves."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What the kernels do to q, k, g and beta first. beta_range 0: beta as given, else `beta_range * sigmoid(beta)`.
+
+    gate: 0 or one of those in `gates`. lower_bound: of the gate BOUNDED, which alone may do without A_log. safe_gate: log decays
+    are promised to be at least lower_bound, or -5 without one.
+    """
+
+    l2norm: bool
+    gate: int
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    beta_range: float
+    lower_bound: float | None = None
+    safe_gate: bool = False
+
+    @property
+    def constexprs(self) -> dict:
+        return dict(L2=self.l2norm, GATE=self.gate, BIAS=self.dt_bias is not None, BETA=self.beta_range)
+
+
+class Operands(NamedTuple):
+    """What the recurrences read beside v; A to rk are made by the prep kernel and indexed by chunk slot.
+
+    One decay a head: q, k are the op's own, kw is None, G `[NS, HV, BT]` holds chunk sums of log decays, and b (write strength),
+    rq, rk (inverse norms) scale rows. One decay a channel: the prep kernel decays q, k and the written keys kw
+    `[B, T, HV, K]`, nothing scales rows, and G `[NS, HV, K]` is the decay of whole chunks.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    kw: torch.Tensor | None
+    A: torch.Tensor
+    P: torch.Tensor
+    G: torch.Tensor
+    b: torch.Tensor
+    rq: torch.Tensor
+    rk: torch.Tensor
+
+    @property
+    def per_channel(self) -> bool:
+        return self.kw is not None
