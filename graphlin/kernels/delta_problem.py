@@ -23,6 +23,11 @@ class Prologue:
     safe_gate: bool = False
 
     @property
+    def lowest(self) -> float:
+        """The least log decay of a bounded gate, or that a promise allows."""
+        return -5.0 if self.lower_bound is None else self.lower_bound
+
+    @property
     def constexprs(self) -> dict:
         return dict(L2=self.l2norm, GATE=self.gate, BIAS=self.dt_bias is not None, BETA=self.beta_range)
 

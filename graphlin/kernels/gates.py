@@ -61,7 +61,9 @@ def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr):
 @triton.jit
 def rate_gradient(b_da, A_log, i_hv):
     """A_log's gradient from the sum of its terms: 0 where A_log acts as its bound."""
-    return tl.where(tl.load(A_log + i_hv).to(tl.float32) > MAX_A_LOG, 0.0, b_da)
+    if A_log is not None:
+        b_da = tl.where(tl.load(A_log + i_hv).to(tl.float32) > MAX_A_LOG, 0.0, b_da)
+    return b_da
 
 
 @triton.jit

@@ -4,6 +4,7 @@ Slow, simple and as exact as the dtype of the inputs: tests call these in float6
 are never captured.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -43,10 +44,47 @@ def gated_delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
                        state_v_first=state_v_first, cu_seqlens=cu_seqlens, tokens=tokens)
 
 
+def kda_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+                  initial_state: Tensor | None = None, output_final_state: bool = False, *,
+                  use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+                  dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+                  state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+                  lower_bound: float | None = None) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention, one token at a time (Kimi Team, "Kimi Linear", arXiv:2510.26692).
+
+    The gated delta rule with a log decay g `[B, T, HV, K]` of each channel, `S <- exp(g_t)[:, None] S`, and otherwise as
+    `gated_delta_rule_reference`; dt_bias is `[HV * K]`. With `lower_bound` the gate is
+    `lower_bound sigmoid(exp(A_log) (g + dt_bias))`, and A_log may be absent, which is 0.
+
+    >>> o, final_state = kda_reference(q, k, v, g, beta, output_final_state=True)
+    """
+    tokens = q.shape[1]
+    q, k, v, g, beta = (_active_rows(x, cu_seqlens) for x in (q, k, v, g, beta))
+    if use_gate_in_kernel:
+        A_log = g.new_zeros(v.shape[2]) if A_log is None else A_log
+        dt_bias = None if dt_bias is None else dt_bias.view(g.shape[2:])
+        gate = softplus_gate if lower_bound is None else partial(bounded_gate, lower_bound=lower_bound)
+        g = gate(g, A_log[:, None], dt_bias)
+    return _delta_rule(q, k, v, g, _write_strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale, initial_state,
+                       output_final_state, l2norm=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
+                       cu_seqlens=cu_seqlens, tokens=tokens)
+
+
 def softplus_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     """Log decay `-exp(A_log) softplus(g + dt_bias)` of raw `g` `[..., HV]`; softplus is exact everywhere."""
     biased = g if dt_bias is None else g + dt_bias
-    return -A_log.exp() * torch.logaddexp(biased, torch.zeros_like(biased))
+    return -_decay_rate(A_log) * torch.logaddexp(biased, torch.zeros_like(biased))
+
+
+def bounded_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float) -> Tensor:
+    """Log decay `lower_bound sigmoid(exp(A_log) (g + dt_bias))`."""
+    biased = g if dt_bias is None else g + dt_bias
+    return lower_bound * torch.sigmoid(_decay_rate(A_log) * biased)
+
+
+def _decay_rate(A_log: Tensor) -> Tensor:
+    """`exp(A_log)`, where A_log above 80 acts as 80."""
+    return A_log.clamp(max=80).exp()
 
 
 def delta_rule_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,

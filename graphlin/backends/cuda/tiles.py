@@ -54,6 +54,10 @@ _RECORDS = {
     "gdn_pair_gradients": _gradients,
     "gdn_state_gradients": _gradients,
     "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8),
+    "kda_prep": lambda arch, K, V, dtype: LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=1),
+    "kda_inter_gradients": _gradients,
+    "kda_intra_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), REV_SCAN=True), num_warps=8, num_stages=1),
+    "kda_finish_gradients": lambda arch, K, V, dtype: LaunchRecord({}, num_warps=8),
     "sum_chunks": lambda arch, K, V, dtype: LaunchRecord(dict(BR=32, BX=64)),
 }
 
