@@ -117,158 +117,198 @@ def _half_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_dq, b_dr, b_dw, b_a, mi
 
 
 @triton.jit
-def _load_rows(q, k, b, rq, rk, p_q, p_r, p_b, m, o_h, o_k, scale, H: tl.constexpr, K: tl.constexpr):
-    """scale q, k `[HB, BK]` normalised, and β."""
+def _load_half(q, k, g, dt_bias, b, rq, rk, p_q, p_r, p_g, p_b, i_hv, m_t, o_h, o_k, rate, lower_bound, scale, H: tl.constexpr,
+               HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr):
+    """scale q, k, log decays and their sums from the half's first row, `[HB, BK]`; β."""
     p = p_q + o_h[:, None] * (H * K) + o_k[None, :]
+    m = row_mask(m_t, o_k, K, BK)
     b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32) * (tl.load(rq + p_r + o_h) * scale)[:, None]
     b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32) * tl.load(rk + p_r + o_h)[:, None]
-    return b_q, b_k, tl.load(b + p_b + o_h)
+    b_u = load_channel_gates(g, dt_bias, p_g, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS)
+    b_g = masked_decay(b_u, m, rate, lower_bound, GATE)
+    return b_q, b_k, b_g, tl.cumsum(b_g, 0), tl.load(b + p_b + o_h)
 
 
 @triton.jit
-def _finish_half(g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, b_q, b_k, b_b, b_G, b_gc, b_f, b_dq, b_dr, b_dw, b_a,
-                 b_past, b_later, b_sr, m_t, o_h, o_k, rate, lower_bound, scale, HV: tl.constexpr, K: tl.constexpr,
-                 BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-                 REV_SCAN: tl.constexpr):
-    """Adds what comes from outside the chunk, and stores one half's dq, dk, dg and its share of dβ.
+def _read_upper(q, k, g, dt_bias, b, rq, rk, fw, ts, p_q, p_r, p_g, p_b, p_c, p_t, i_hv, m_0, b_q, b_k, b_G, b_gc, b_dq, b_dr,
+                b_a, o_h, o_k, rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                BK: tl.constexpr, HB: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr):
+    """The lower half as a reader of the upper one, whose pointers are given. Returns dq, dr, a; G from the chunk's first row;
+    and what dg gets in all rows."""
+    _, k_0, g_0, G_0, b_0 = _load_half(q, k, g, dt_bias, b, rq, rk, p_q, p_r, p_g, p_b, i_hv, m_0, o_h, o_k, rate, lower_bound,
+                                       scale, H, HV, K, BK, GATE, BIAS)
+    k_0 = k_0 * b_0[:, None]
+    b_t = tl.sum(g_0, 0)
+    b_x = tl.load(ts + p_t + o_h[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.).to(tl.float32)
+    b_past = tl.sum(b_x * k_0 * tl.exp(tl.minimum(b_gc[None, :] - G_0, 0.0)), 0)
+    x_y = (k_0 * tl.exp(tl.minimum(b_t[None, :] - G_0, 0.0))).to(fw.dtype.element_ty)
+    b_er = tl.exp(b_G)
+    u = tl.dot(tl.load(fw + p_c + HB * BT), x_y, input_precision=PREC)                                   # [HB, BK]
+    b_dq += b_er * u
+    b_a += (b_q * b_er).to(x_y.dtype).to(tl.float32) * u
+    u = tl.dot(tl.load(fw + p_c + HB * BT + BT * BT), x_y, input_precision=PREC)
+    b_dr += b_er * u
+    b_a += (b_k * b_er).to(x_y.dtype).to(tl.float32) * u
+    return b_dq, b_dr, b_a, b_G + b_t[None, :], b_past
 
-    past, later: sums of `y∘e^(G_C-G)∘T1` over the rows before this half, of a over those behind it. Returns the sums over this
-    half of a, and of its terms of dA_log and ddt_bias.
+
+@triton.jit
+def _write_lower(q, k, g, dt_bias, b, rq, rk, fw, ts, p_q, p_r, p_g, p_b, p_c, p_t, i_hv, m_1, b_y, b_g, b_G, b_dw, o_h, o_k,
+                 rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, HB: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr):
+    """The upper half as a writer to the lower one, whose pointers are given but for p_c. Returns dw; the terms of dg that a
+    writer leaves to the rows behind it; and what dg gets in all rows."""
+    q_1, k_1, _, G_1, _ = _load_half(q, k, g, dt_bias, b, rq, rk, p_q, p_r, p_g, p_b, i_hv, m_1, o_h, o_k, rate, lower_bound,
+                                     scale, H, HV, K, BK, GATE, BIAS)
+    b_t = tl.sum(b_g, 0)[None, :]
+    b_er = tl.exp(G_1)
+    q_1 = q_1 * b_er
+    k_1 = k_1 * b_er
+    x_q = q_1.to(fw.dtype.element_ty)
+    x_k = k_1.to(fw.dtype.element_ty)
+    p = p_t + o_h[:, None] * K + o_k[None, :]
+    m = (o_k < K)[None, :]
+    b_x = q_1 * tl.load(ts + p + BT * K, mask=m, other=0.).to(tl.float32)
+    b_x -= k_1 * tl.load(ts + p + 2 * BT * K, mask=m, other=0.).to(tl.float32)
+    b_later = tl.sum(b_x * tl.exp(b_t), 0)
+    u = tl.dot(tl.trans(tl.load(fw + p_c + HB * BT)), x_q, input_precision=PREC)                         # [HB, BK]
+    u = tl.dot(tl.trans(tl.load(fw + p_c + HB * BT + BT * BT)), x_k, u, input_precision=PREC)
+    b_ec = tl.exp(tl.minimum(b_t - b_G, 0.0))
+    return b_dw + b_ec * u, b_y * b_ec * u, b_later
+
+
+@triton.jit
+def _finish_half(g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, b_q, b_k, b_b, b_G, b_gc, b_eye, b_dq, b_dr, b_dw, b_a,
+                 b_w, b_all, m_t, o_h, o_k, rate, lower_bound, scale, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, REV_SCAN: tl.constexpr):
+    """Adds what comes from outside the chunk, and stores the half's dq, dk, dg and its share of dβ.
+
+    In dg, a of a row is due to it and the rows before it, w to the rows behind it, all to every row. Returns the sums of the
+    half's terms of dA_log and ddt_bias.
     """
     p = p_t + o_h[:, None] * K + o_k[None, :]
     m = (o_k < K)[None, :]
     m_tk = row_mask(m_t, o_k, K, BK)
-    b_eye = tl.sum(tl.where(o_h[:, None] == o_h[None, :], b_f, 0.0).to(tl.float32), 1)                   # [HB]
-    b_eg = tl.exp(b_G)
-    b_x = tl.load(ts + p, mask=m, other=0.).to(tl.float32) * tl.exp(tl.minimum(b_gc[None, :] - b_G, 0.0))
     b_y = b_k * b_b[:, None]
+    b_x = tl.load(ts + p, mask=m, other=0.).to(tl.float32) * tl.exp(tl.minimum(b_gc[None, :] - b_G, 0.0))
     b_dw += b_x + b_eye[:, None] * b_q
-    b_x = b_x * b_y
-    b_dg = tl.cumsum(b_x, 0) - b_x + b_past[None, :] + (b_later + tl.exp(b_gc) * b_sr)[None, :]
+    tl.store(pb + p_b + o_h, tl.sum(b_k * b_dw, 1))
+    b_w += b_x * b_y
+    b_dg = tl.cumsum(b_w, 0) - b_w + b_all[None, :]
+    b_eg = tl.exp(b_G)
     b_x = tl.load(ts + p + BT * K, mask=m, other=0.).to(tl.float32) * b_eg
     b_a += b_q * b_x
-    b_dq += b_x + b_eye[:, None] * b_y
+    p_x = p_w + o_h[:, None] * (NK * BK) + o_k[None, :]
+    tl.store(dqk + p_x, (b_dq + b_x + b_eye[:, None] * b_y) * scale)
     b_x = tl.load(ts + p + 2 * BT * K, mask=m, other=0.).to(tl.float32) * b_eg
     b_a -= b_k * b_x
-    b_dk = b_dr - b_x + b_b[:, None] * b_dw
-    b_sum = tl.sum(b_a, 0)
+    tl.store(dqk + p_x + BT * NK * BK, b_dr - b_x + b_b[:, None] * b_dw)
     if REV_SCAN:
         b_dg += tl.cumsum(b_a, 0, reverse=True)
     else:
-        b_dg += b_sum[None, :] - tl.cumsum(b_a, 0) + b_a
-    p = p_w + o_h[:, None] * (NK * BK) + o_k[None, :]
-    tl.store(dqk + p, b_dq * scale)
-    tl.store(dqk + p + BT * NK * BK, b_dk)
-    tl.store(pb + p_b + o_h, tl.sum(b_k * b_dw, 1))
+        b_dg += tl.sum(b_a, 0)[None, :] - tl.cumsum(b_a, 0) + b_a
     b_u = load_channel_gates(g, dt_bias, p_g, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS)
     b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
     tl.store(dg + p_g + o_h[:, None] * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_tk)
-    return b_sum, tl.sum(b_da, 0), tl.sum(b_dg, 0)
+    return tl.sum(b_da, 0), tl.sum(b_dg, 0)
 
 
 @triton.jit
-def _intra_chunk(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, dgate, i_c, i_n, i_t, i_hv, i_k, cu, T, NS,
-                 scale, lower_bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
-                 REV_SCAN: tl.constexpr):
-    """One tile of channels: the upper half as far as the lower one reads it, the lower half, then the rest of the upper half."""
+def _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, i_s, cu, T, NS, scale,
+                lower_bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                HB: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
+                PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+    """Half i_s of a chunk, one tile of channels."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    TWO: tl.constexpr = BT == 64
-    HB: tl.constexpr = 32 if TWO else BT
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
+    first = i_s * HB
+    other = HB - first
     row = bos + i_t * BT
     i_h = i_hv // (HV // H)
     o_h = tl.arange(0, HB)
     o_k = i_k * BK + tl.arange(0, BK)
-    m_0 = i_t * BT + o_h < n
-    m_1 = i_t * BT + HB + o_h < n
+    m_t = i_t * BT + first + o_h < n
     p = slot * HV + i_hv
     p_q = (row * H + i_h) * K
     p_g = (row * HV + i_hv) * K
     p_r = (slot * H + i_h) * BT
     p_t = p * (3 * BT * K)
-    p_w = p * (2 * BT * NK * BK)
-    p_b = (i_k * NS * HV + p) * BT
     p_c = p * (2 * BT * BT) + o_h[:, None] * BT + o_h[None, :]
     rate = decay_rate(A_log, i_hv)
+    b_q, b_k, b_g, b_G, b_b = _load_half(
+        q, k, g, dt_bias, b, rq, rk, p_q + first * (H * K), p_r + first, p_g + first * (HV * K), p * BT + first, i_hv, m_t, o_h,
+        o_k, rate, lower_bound, scale, H, HV, K, BK, GATE, BIAS)
+    b_y = b_k * b_b[:, None]
+    b_f = tl.load(fw + p_c + first * (BT + 1))                                                           # [HB, HB]
+    b_w = tl.load(fw + p_c + first * (BT + 1) + BT * BT)
+    b_eye = tl.sum(tl.where(o_h[:, None] == o_h[None, :], b_f.to(tl.float32), 0.0), 1)                   # [HB]
+    b_z = tl.zeros([HB, BK], dtype=tl.float32)
+    b_dq, b_dr, b_dw, b_a = _half_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_z, b_z, b_z, b_z, -7.5 * lower_bound, HB, BK,
+                                            SAFE, PREC)
     b_gc = tl.load(GC + p * K + o_k, mask=o_k < K, other=0.)                                             # [BK]
-    b_sr = tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
-    m_x = row_mask(m_0, o_k, K, BK)
-    q_0, k_0, b_0 = _load_rows(q, k, b, rq, rk, p_q, p_r, p * BT, m_x, o_h, o_k, scale, H, K)
-    y_0 = k_0 * b_0[:, None]
-    g_0 = masked_decay(load_channel_gates(g, dt_bias, p_g, i_hv, m_0, o_h, o_k, HV, K, BK, BIAS), m_x, rate, lower_bound, GATE)
-    G_0 = tl.cumsum(g_0, 0)
-    d_q = tl.zeros([HB, BK], dtype=tl.float32)
-    d_r = tl.zeros([HB, BK], dtype=tl.float32)
-    d_w = tl.zeros([HB, BK], dtype=tl.float32)
-    b_a = tl.zeros([HB, BK], dtype=tl.float32)
-    b_none = tl.zeros([BK], dtype=tl.float32)
-    b_later = b_none
-    b_da = b_none
-    b_db = b_none
-    if TWO:
-        b_t = tl.sum(g_0, 0)
-        b_ec = tl.exp(tl.minimum(b_t[None, :] - G_0, 0.0))
-        x_y = (y_0 * b_ec).to(fw.dtype.element_ty)
-        b_x = tl.load(ts + p_t + o_h[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.).to(tl.float32)
-        b_past = tl.sum(b_x * y_0 * tl.exp(tl.minimum(b_gc[None, :] - G_0, 0.0)), 0)
-        m_y = row_mask(m_1, o_k, K, BK)
-        q_1, k_1, b_1 = _load_rows(q, k, b, rq, rk, p_q + HB * H * K, p_r + HB, p * BT + HB, m_y, o_h, o_k, scale, H, K)
-        g_1 = masked_decay(load_channel_gates(g, dt_bias, p_g + HB * HV * K, i_hv, m_1, o_h, o_k, HV, K, BK, BIAS), m_y, rate,
-                           lower_bound, GATE)
-        G_1 = tl.cumsum(g_1, 0)
-        b_er = tl.exp(G_1)
-        x_q = (q_1 * b_er).to(fw.dtype.element_ty)
-        x_k = (k_1 * b_er).to(fw.dtype.element_ty)
-        f_10 = tl.load(fw + p_c + HB * BT)                                                               # [HB, HB]
-        w_10 = tl.load(fw + p_c + HB * BT + BT * BT)
-        u_q = tl.dot(f_10, x_y, input_precision=PREC)                                                    # [HB, BK]
-        u_k = tl.dot(w_10, x_y, input_precision=PREC)
-        f_11 = tl.load(fw + p_c + HB * BT + HB)
-        w_11 = tl.load(fw + p_c + HB * BT + HB + BT * BT)
-        e_q, e_r, e_w, e_a = _half_gradients(
-            q_1, k_1, k_1 * b_1[:, None], G_1, g_1, f_11, w_11, b_er * u_q, b_er * u_k, d_w,
-            x_q.to(tl.float32) * u_q + x_k.to(tl.float32) * u_k, -7.5 * lower_bound, HB, BK, SAFE, PREC)
-        b_later, b_da, b_db = _finish_half(
-            g, dt_bias, ts, dg, dqk, pb, p_g + HB * HV * K, p_t + HB * K, p_w + HB * NK * BK, p_b + HB, i_hv, q_1, k_1, b_1,
-            G_1 + b_t[None, :], b_gc, f_11, e_q, e_r, e_w, e_a, b_past, b_none, b_sr, m_1, o_h, o_k, rate, lower_bound, scale,
-            HV, K, BT, BK, NK, GATE, BIAS, REV_SCAN)
-        u_q = tl.dot(tl.trans(f_10), x_q, input_precision=PREC)
-        u_q = tl.dot(tl.trans(w_10), x_k, u_q, input_precision=PREC)
-        d_w = b_ec * u_q
-        b_a = -x_y.to(tl.float32) * u_q
-    f_00 = tl.load(fw + p_c)
-    w_00 = tl.load(fw + p_c + BT * BT)
-    d_q, d_r, d_w, b_a = _half_gradients(q_0, k_0, y_0, G_0, g_0, f_00, w_00, d_q, d_r, d_w, b_a, -7.5 * lower_bound, HB, BK,
-                                         SAFE, PREC)
-    _, c_da, c_db = _finish_half(
-        g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, q_0, k_0, b_0, G_0, b_gc, f_00, d_q, d_r, d_w, b_a, b_none,
-        b_later, b_sr, m_0, o_h, o_k, rate, lower_bound, scale, HV, K, BT, BK, NK, GATE, BIAS, REV_SCAN)
+    b_all = tl.exp(b_gc) * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
+    b_x = b_z
+    if BT == 64:
+        m_o = i_t * BT + other + o_h < n
+        p_q += other * (H * K)
+        p_r += other
+        p_b = p * BT + other
+        if i_s == 1:
+            b_dq, b_dr, b_a, b_G, b_more = _read_upper(
+                q, k, g, dt_bias, b, rq, rk, fw, ts, p_q, p_r, p_g, p_b, p_c, p_t, i_hv, m_o, b_q, b_k, b_G, b_gc, b_dq, b_dr,
+                b_a, o_h, o_k, rate, lower_bound, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC)
+            b_all += b_more
+        else:
+            b_dw, b_x, b_more = _write_lower(
+                q, k, g, dt_bias, b, rq, rk, fw, ts, p_q, p_r, p_g + HB * HV * K, p_b, p_c, p_t + HB * K, i_hv, m_o, b_y, b_g,
+                b_G, b_dw, o_h, o_k, rate, lower_bound, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC)
+            b_all += b_more
+    b_da, b_db = _finish_half(
+        g, dt_bias, ts, dg, dqk, pb, p_g + first * (HV * K), p_t + first * K, p * (2 * BT * NK * BK) + first * (NK * BK),
+        (i_k * NS * HV + p) * BT + first, i_hv, b_q, b_k, b_b, b_G, b_gc, b_eye, b_dq, b_dr, b_dw, b_a, b_x, b_all, m_t, o_h,
+        o_k, rate, lower_bound, scale, HV, K, BT, BK, NK, GATE, BIAS, REV_SCAN)
     if GATE > 0:
-        tl.store(pa + i_k * NS * HV + p, tl.sum(b_da + c_da, 0))
-        tl.store(dgate + i_c * (HV + HV * K) + HV + i_hv * K + o_k, b_db + c_db, mask=o_k < K)
+        p_a = p * (2 * BT // HB * NK * BK) + i_s * (NK * BK) + o_k
+        tl.store(pa + p_a, b_da)
+        tl.store(pa + p_a + BT // HB * NK * BK, b_db)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, dgate, cu, chunks, N, T, NT, NTS, NS,
+def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS, NS,
                         scale, lower_bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr):
-    """Tasks (chunk, value head, K tile), grid-stride."""
+    """Tasks (chunk, value head, K tile, half of 32 rows), grid-stride; a chunk of up to 32 rows is one half."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (HV * NK), tl.num_programs(0)):
-        i_c = i_task // (HV * NK)
-        i_n, i_t = chunk(chunks, i_c, NTS, VARLEN)
+    HB: tl.constexpr = BT if BT < 32 else 32
+    NP: tl.constexpr = NK * (BT // HB)
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (HV * NP), tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // (HV * NP), NTS, VARLEN)
         live = True
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _intra_chunk(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, dgate, tl.cast(i_c, tl.int64), i_n,
-                         i_t, (i_task // NK) % HV, i_task % NK, cu, T, NS, scale, lower_bound, H, HV, K, BT, BK, GATE, BIAS,
-                         SAFE, VARLEN, PREC, REV_SCAN)
+            i_p = i_task % NP
+            _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NP) % HV,
+                        i_p % NK, i_p // NK, cu, T, NS, scale, lower_bound, H, HV, K, BT, BK, HB, GATE, BIAS, SAFE, VARLEN, PREC,
+                        REV_SCAN)
     if VARLEN:
         zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)
+
+
+@triton.jit
+def _sum_halves(pa, dgate, A_log, i_hv, HV: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, NH: tl.constexpr):
+    """One chunk's partials of a head's dA_log and ddt_bias, from those of its halves and channels `[2, NH, KB]`."""
+    BK: tl.constexpr = triton.next_power_of_2(KB)
+    o_k = tl.arange(0, BK)
+    b_da = tl.zeros([BK], dtype=tl.float32)
+    b_db = tl.zeros([BK], dtype=tl.float32)
+    for i in range(0, NH):
+        b_da += tl.load(pa + i * KB + o_k, mask=o_k < KB, other=0.)
+        b_db += tl.load(pa + (NH + i) * KB + o_k, mask=o_k < KB, other=0.)
+    tl.store(dgate + i_hv, rate_gradient(tl.sum(b_da, 0), A_log, i_hv))
+    tl.store(dgate + HV + i_hv * K + o_k, b_db, mask=o_k < K)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -280,6 +320,7 @@ def kda_finish_gradients(q, k, A_log, b, rq, rk, pb, pa, dqk, dq, dk, dbeta, dga
     NK: tl.constexpr = (K + BK - 1) // BK
     R: tl.constexpr = HV // H
     PITCH: tl.constexpr = 2 * BT * NK * BK
+    NH: tl.constexpr = BT // 32 if BT > 32 else 1
     o_c = tl.arange(0, BT)
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
         i_c = i_task // H
@@ -297,15 +338,13 @@ def kda_finish_gradients(q, k, A_log, b, rq, rk, pb, pa, dqk, dq, dk, dbeta, dga
                 i_hv = i_h * R + i_r
                 p = slot * HV + i_hv
                 b_db = tl.zeros([BT], dtype=tl.float32)
-                b_da = 0.0
                 for i_k in range(0, NK):
                     b_db += tl.load(pb + (i_k * NS * HV + p) * BT + o_c)
-                    if GATE > 0:
-                        b_da += tl.load(pa + i_k * NS * HV + p)
                 b_db = strength_gradient(b_db, tl.load(b + p * BT + o_c), BETA)
                 tl.store(dbeta + row * HV + i_hv + o_c * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
                 if GATE > 0:
-                    tl.store(dgate + tl.cast(i_c, tl.int64) * (HV + HV * K) + i_hv, rate_gradient(b_da, A_log, i_hv))
+                    _sum_halves(pa + p * (2 * NH * NK * BK), dgate + tl.cast(i_c, tl.int64) * (HV + HV * K), A_log, i_hv, HV, K,
+                                NK * BK, NH)
             p_t = (row * H + i_h) * K
             p_r = (slot * H + i_h) * BT
             p_w = (slot * HV + i_h * R) * PITCH
@@ -328,12 +367,13 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
                             for stage in ("inter", "intra", "finish"))
     BK = intra.tiles["BK"]
     NK = -(-K // BK)
+    halves = max(1, BT // 32)
 
     def float32(*shape: int) -> torch.Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
     fw, ts, sr = q.new_empty(NS, HV, 2, BT, BT), q.new_empty(NS, HV, 3, BT, K), float32(NS, HV, K)
-    dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NK, NS, HV)
+    dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NS, HV, 2, halves, NK * BK)
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = float32(packing.NT, HV + HV * K) if prologue.gate else None
     where = (packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS)
@@ -341,8 +381,8 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     switches = prologue.constexprs
     launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, ts, sr, *where,
            record=inter, **common, V=V)
-    launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
-           work.G, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, dgate, *where, scale, prologue.lowest, record=intra,
+    launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK * halves, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
+           work.G, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, record=intra,
            **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=constant_anchor(prologue, q.dtype))
     launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq, work.rk,
            pb, pa, dqk, dq, dk, dbeta, dgate, *where, record=finish, **common, H=H, BK=BK, L2=switches["L2"],
