@@ -15,6 +15,7 @@ from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials_into
 
 MAX_WIDTH = 8
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 ZERO_BLOCK = tl.constexpr(1024)
 
 
@@ -50,9 +51,17 @@ def _load_before(initial_state, i_n, o_p, o_d, D: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit
+def _sigmoid(b_z):
+    """`1 / (1 + exp(-z))`. The squared reciprocal root takes two instructions where a division takes five."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * MINUS_LOG2_E))
+    return b_r * b_r
+
+
+@triton.jit
 def _silu_gradient(b_z):
-    b_s = tl.sigmoid(b_z)
-    return b_s * (1.0 + b_z * (1.0 - b_s))
+    """`s + s z (1 - s)` with s the sigmoid of z."""
+    b_s = _sigmoid(b_z)
+    return b_s + b_s * (b_z - b_z * b_s)
 
 
 # ------------------------------------------------------------------------------------------------ forward
@@ -79,7 +88,7 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
                     b_x += _load_before(initial_state, i_n, o_p, o_d, D, W, BD)
             b_z += _tap(b_w, j, W, BW)[None, :] * b_x
         if SILU:
-            b_z = b_z * tl.sigmoid(b_z)
+            b_z = b_z * _sigmoid(b_z)
         m = row_mask(i_r + o_r < n, o_d, D, BD)
         if RESIDUAL:
             b_z += tl.load(residual + p + o_x, mask=m, other=0.).to(tl.float32)
@@ -160,8 +169,9 @@ def _strand_mask(first, n, o_r, L: tl.constexpr):
 
 @triton.jit
 def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr):
-    """Rows `first + o_r * L` of a sequence; p is where row `first` lies."""
-    return tl.load(x + p + o_x, mask=row_mask(_strand_mask(first, n, o_r, L), o_d, D, BD), other=0.)     # [BR, BD]
+    """Rows `first + o_r * L` of a sequence that starts at p."""
+    m = row_mask(_strand_mask(first, n, o_r, L), o_d, D, BD)
+    return tl.load(x + (p + tl.cast(first, tl.int64) * D) + o_x, mask=m, other=0.)                                          # [BR, BD]
 
 
 @triton.jit
@@ -169,7 +179,7 @@ def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x,
                BR: tl.constexpr, BD: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr):
     """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
     if back < W:
-        b_x = _load_strands(x, p - back * D, first - back, n, o_r, o_x, o_d, D, BD, L).to(tl.float32)
+        b_x = _load_strands(x, p, first - back, n, o_r, o_x, o_d, D, BD, L).to(tl.float32)
         if INITIAL:
             if first < back:
                 b_x += _load_before(initial_state, i_n, first - back + o_r * L, o_d, D, W, BD)
@@ -179,9 +189,17 @@ def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x,
 
 
 @triton.jit
-def _weigh(W: tl.constexpr, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
-    """Weighted sum of the first W of eight rows."""
-    b_s = w_0[None, :] * b_0
+def _load_final_gradient(dfinal, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
+    """[rows, BD] float32: what rows in slots o_s of the final state get from its gradient; 0 for rows in none."""
+    p = dfinal + tl.cast(i_n, tl.int64) * (D * W)
+    m = row_mask((o_s >= 0) & (o_s < W), o_d, D, BD)
+    return tl.load(p + o_d[None, :] * W + o_s[:, None], mask=m, other=0.).to(tl.float32)
+
+
+@triton.jit
+def _weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
+    """b_s and the weighted sum of the first W of eight rows."""
+    b_s += w_0[None, :] * b_0
     if W > 1:
         b_s += w_1[None, :] * b_1
     if W > 2:
@@ -229,20 +247,20 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
                          D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
                          BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
                          INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, VARLEN: tl.constexpr):
-    """BR strands of L consecutive rows, one step a row. A step needs dz of W - 1 rows after the strand too.
+    """BR strands of L consecutive rows, a row of each at a time; dx needs dz of the W - 1 rows after a strand too.
 
-    Eight rows of x and of dz are named since Triton has no arrays of tiles; the compiler drops those beyond W. The rows
-    of the next step are on their way while this one computes.
+    Eight rows of x and of dz have names since Triton has no arrays of tiles; what lies beyond W is dropped by the compiler.
+    Three rows (a, b, c) are on their way while one is worked on.
     """
     L: tl.constexpr = BT // BR
     bos, n = sequence(cu, i_n, T, VARLEN)
     first = i_t * BT
-    p = (bos + first) * D
+    p = bos * D
     o_d = i_d * BD + tl.arange(0, BD)
     o_r = tl.arange(0, BR)
     o_x = o_r[:, None] * (L * D) + o_d[None, :]
     b_w = _load_columns(weight, o_d, D, W, BW)
-    b_b = _load_bias(bias, o_d, D, BD, BIAS)[None, :]
+    b_b = _load_bias(bias, o_d, D, BD, BIAS)[None, :] + tl.zeros([BR, BD], dtype=tl.float32)
     # Tap j weighs the row j before in z; dx of a row W - 1 before takes the same weights in the other order.
     w_0 = _tap(b_w, 0, W, BW)
     w_1 = _tap(b_w, 1, W, BW)
@@ -270,42 +288,45 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     zero = tl.zeros([BR, BD], dtype=tl.float32)
     d_1, d_2, d_3, d_4, d_5, d_6, d_7 = zero, zero, zero, zero, zero, zero, zero
     g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    x_next = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
-    dy_next = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L)
-    for i_s in range(0, tl.minimum(L, n - first) + W - 1, UNROLL):
+    x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
+    x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
+    x_c = _load_strands(x, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
+    dy_a = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L)
+    dy_b = _load_strands(dy, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
+    dy_c = _load_strands(dy, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
+    for i_s in range(first, first + tl.minimum(L, n - first) + (W - 1), UNROLL):
         for i_u in tl.static_range(UNROLL):
-            i_p = i_s + i_u
-            x_0 = x_next.to(tl.float32)
-            d_0 = dy_next.to(tl.float32)
+            i_r = i_s + i_u
+            own = i_r < first + L
+            x_0 = x_a.to(tl.float32)
+            d_0 = dy_a.to(tl.float32)
             if DRESIDUAL:
-                tl.store(dresidual + p + i_p * D + o_x, dy_next.to(dresidual.dtype.element_ty),
-                         mask=row_mask(_strand_mask(first + i_p, tl.where(i_p < L, n, 0), o_r, L), o_d, D, BD))
-            x_next = _load_strands(x, p + (i_p + 1) * D, first + i_p + 1, n, o_r, o_x, o_d, D, BD, L)
-            dy_next = _load_strands(dy, p + (i_p + 1) * D, first + i_p + 1, n, o_r, o_x, o_d, D, BD, L)
+                m = row_mask(_strand_mask(i_r, tl.where(own, n, 0), o_r, L), o_d, D, BD)
+                tl.store(dresidual + (p + tl.cast(i_r, tl.int64) * D) + o_x, dy_a.to(dresidual.dtype.element_ty), mask=m)
+            x_a, x_b, x_c = x_b, x_c, _load_strands(x, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
+            dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
             if SILU:
-                b_z = b_b + _weigh(W, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+                b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
                 d_0 = d_0 * _silu_gradient(b_z)
-            b_dx = _weigh(W, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
-            i_o = i_p - (W - 1)
-            m_o = _strand_mask(first + i_o, tl.where((i_o >= 0) & (i_o < L), n, 0), o_r, L)
+            b_dx = _weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
+            i_o = i_r - (W - 1)
             if DFINAL:
-                if first + i_o + (BR - 1) * L >= n - W:
-                    o_s = (first + i_o - n + W) + o_r * L
-                    p_s = dfinal + tl.cast(i_n, tl.int64) * (D * W) + o_d[None, :] * W + o_s[:, None]
-                    b_dx += tl.load(p_s, mask=row_mask((o_s >= 0) & (o_s < W), o_d, D, BD), other=0.).to(tl.float32)
-            tl.store(dx + p + i_o * D + o_x, b_dx.to(dx.dtype.element_ty), mask=row_mask(m_o, o_d, D, BD))
+                if i_o + (BR - 1) * L >= n - W:
+                    b_dx += _load_final_gradient(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BD)
+            m = row_mask(_strand_mask(i_o, tl.where((i_o >= first) & (i_o < first + L), n, 0), o_r, L), o_d, D, BD)
+            tl.store(dx + (p + tl.cast(i_o, tl.int64) * D) + o_x, b_dx.to(dx.dtype.element_ty), mask=m)
             d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
-            d_0 = tl.where(i_p < L, d_0, 0.0)         # rows after the strand are counted where they belong
-            g_b += d_0
-            g_0 += d_0 * x_0
-            g_1 += d_0 * x_1
-            g_2 += d_0 * x_2
-            g_3 += d_0 * x_3
-            if W > 4:
-                g_4 += d_0 * x_4
-                g_5 += d_0 * x_5
-                g_6 += d_0 * x_6
-                g_7 += d_0 * x_7
+            if own:               # rows after a strand are counted where they belong
+                g_b += d_0
+                g_0 += d_0 * x_0
+                g_1 += d_0 * x_1
+                g_2 += d_0 * x_2
+                g_3 += d_0 * x_3
+                if W > 4:
+                    g_4 += d_0 * x_4
+                    g_5 += d_0 * x_5
+                    g_6 += d_0 * x_6
+                    g_7 += d_0 * x_7
             x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
     R: tl.constexpr = W + 1 if BIAS else W
     _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (R * D), o_d, D, W, BIAS,
