@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import graphlin  # noqa: E402
 from graphlin.backends import GraphBackend, LaunchRecord, register_backend  # noqa: E402
 from graphlin.backends.cuda.tiles import launch_record  # noqa: E402
+from graphlin.kernels.copy_rows import RowCopy  # noqa: E402
 
 
 # ------------------------------------------------------------------------------------------------------ variants
@@ -126,7 +127,17 @@ def run_causal_conv1d(variant: Variant) -> None:
         make(1, TOKENS, D, dtype=dtype), make(D, WIDTH, dtype=dtype), **extras, **packing(variant)))
 
 
-RUNS = (run_chunks, run_gated_delta_rule, run_causal_conv1d)
+def run_copy_in(variant: Variant) -> None:
+    """The copy of active rows into a graph's static buffers."""
+    cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
+    x = torch.zeros(1, TOKENS, HV * variant.V, dtype=variant.dtype)
+    copy = RowCopy(torch.zeros_like(x), dim=1)
+    copy(x, cu)
+    copy(x, cu, torch.zeros(SEQS + 1, dtype=torch.int32))
+    copy(x, None)
+
+
+RUNS = (run_chunks, run_gated_delta_rule, run_causal_conv1d, run_copy_in)
 
 
 # ------------------------------------------------------------------------------------------------------ launches
