@@ -16,7 +16,7 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=2 if arch != "sm_80" else 4)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
@@ -27,13 +27,13 @@ def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 def _two_recurrences(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    if K > 128 or dtype == torch.float32 or arch == "sm_80":
+    if K > 128 or dtype == torch.float32 or arch != "sm_90":
         return _recurrence(arch, K, V, dtype)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64)), num_stages=2)
 
 
 def _pairs(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    if dtype == torch.float32 or arch == "sm_80":
+    if dtype == torch.float32 or arch != "sm_90":
         return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), BV=_block(V, 32)), num_warps=8, num_stages=2)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)), num_stages=3)
 
@@ -41,7 +41,7 @@ def _pairs(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32:
         BK, BV = 32, 32
-    elif arch == "sm_80":
+    elif arch != "sm_90":
         BK, BV = 32, 64
     else:
         BK, BV = 128, 128
