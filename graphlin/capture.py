@@ -113,21 +113,27 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     """The random state, the autocast cache, garbage collection and the block's buffers are afterwards as before.
 
     Casts are not cached inside: the cache would outlive the graph's memory. Garbage collected inside might free
-    device memory in the midst of a capture.
+    device memory in the midst of a capture. Hooks on parameters wait outside: they run on what a replay returns, and
+    would run twice if the graph held them too.
     """
     devices = [] if device.type == "cpu" else [device]
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in block.parameters() if p._backward_hooks]
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with rng, torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode turns grad on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
+        for held, _ in hooks:
+            held.clear()
         try:
             yield
         finally:
             if collects:
                 gc.enable()
             torch.set_autocast_cache_enabled(caches)
+            for held, before in hooks:
+                held.update(before)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)

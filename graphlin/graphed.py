@@ -42,10 +42,13 @@ class Watch:
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
         self.params = list(block.parameters())
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, module in block.named_modules()
-                   for owner in (module._parameters, module._buffers, module._modules) for name, value in owner.items()]
+        owners = [(path, owner) for path, module in block.named_modules()
+                  for owner in (module._parameters, module._buffers, module._modules)]
+        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
+                   for name, value in owner.items()]
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        self._counts = [len(owner) for owner in self._owners]
+        self._dicts = [owner for _, owner in owners]
+        self._counts = [len(owner) for owner in self._dicts]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self.num_addresses = len(self._addresses)
@@ -53,7 +56,7 @@ class Watch:
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory that the block no longer uses."""
         same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(len, self._owners)) == self._counts
+                and list(map(len, self._dicts)) == self._counts
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
         if not same:
             raise StaleAddress(f"{self._moved()} was replaced or moved since the capture, so the graph would use the old "

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from graphlin.backends import Graph
 from graphlin.errors import ReplayError
@@ -91,6 +90,9 @@ class Run:
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         pair = self.pair
+        if torch.is_grad_enabled():
+            raise ReplayError("a captured backward has no derivative, so create_graph=True can't be replayed. Call the "
+                              "block itself, graphed.block(...), where second derivatives are needed.")
         if not self._waits or pair.closed:
             raise ReplayError("a captured backward was asked for twice, or after reset(): the graph's memory holds the "
                               "forward's values for one backward only. Call the block itself, graphed.block(...), where "
@@ -155,6 +157,5 @@ class _Replay(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         return None, None, *ctx.run.backward(grads)
