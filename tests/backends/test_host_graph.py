@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from graphlin.backends import LaunchRecord, get_backend
 from graphlin.errors import CaptureError, ColdKernel, HostSync
 from graphlin.kernels.launch import launch
+from tests.backends.kernel import add_one
 
 CPU = torch.device("cpu")
 
@@ -117,12 +116,6 @@ def test_a_custom_op_is_recorded_by_what_it_does(host):
     assert not RUNS                      # its Python did not run again
 
 
-@triton.jit
-def add_one(x, y, n, BLOCK: tl.constexpr):
-    o = tl.arange(0, BLOCK)
-    tl.store(y + o, tl.load(x + o, mask=o < n, other=0.0) + 1.0, mask=o < n)
-
-
 def add(x, block=16):
     y = torch.zeros_like(x)
     launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=block)
@@ -143,7 +136,7 @@ def test_triton_launches_repeat(host, dtype):
 def test_a_kernel_variant_first_run_inside_is_refused(host):
     x = torch.randn(5)
     add(x)
-    for cold in (lambda: add(x, block=32), lambda: add(x.double())):
+    for cold in (lambda: add(x, block=2048), lambda: add(x.double())):
         with pytest.raises(ColdKernel, match=r"kernel add_one would be compiled inside a capture, launched from .*test_host"
                                              r"_graph.py:\d+ in add.*num_warmup_iters"):
             record(host, cold)
