@@ -31,8 +31,8 @@ class Pair:
     """Graphs of one mode in one slot, and the static tensors that they read and write.
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
-    copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the backward
-    graph writes (None where it writes nothing), in the order in which the inputs and parameters entered autograd.
+    copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
+    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd.
     """
 
     forward: Graph
@@ -72,10 +72,11 @@ class Pair:
 
 
 class Run:
-    """One forward that waits for its backward, and holds its slot until then or until nobody can ask for it any more."""
+    """One forward that waits for its backward. It holds its slot until then, or until nobody can ask for it any more."""
 
     def __init__(self, pair: Pair, leaves: Sequence[torch.Tensor], sizes: tuple[int, int],
-                 batch: tuple[int, int] | None, release: Callable[[], None], count_backward: Callable[[], None]) -> None:
+                 batch: tuple[int, int] | None, release: Callable[[], None],
+                 count_backward: Callable[[], None]) -> None:
         self.pair = pair
         self._leaves = leaves
         self._sizes = sizes
@@ -95,8 +96,8 @@ class Run:
                               "block itself, graphed.block(...), where second derivatives are needed.")
         if not self._waits or pair.closed:
             raise ReplayError("a captured backward was asked for twice, or after reset(): the graph's memory holds the "
-                              "forward's values for one backward only. Call the block itself, graphed.block(...), where "
-                              "retain_graph=True is needed.")
+                              "forward's values for one backward only. Call the block itself, graphed.block(...), "
+                              "where retain_graph=True is needed.")
         waiting = iter(pair.grads)
         for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
             if output.differentiable:
@@ -138,7 +139,7 @@ def _grads_are_accumulated(params: Sequence[torch.nn.Parameter]) -> bool:
 
 
 def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Replays a forward so that its backward will be replayed too; `tensors` are the inputs and parameters that require grad."""
+    """Replays a forward so that its backward will be replayed too; `tensors` are all that require grad."""
     try:
         return _Replay.apply(run, _ANCHOR, *tensors)
     except BaseException:

@@ -14,8 +14,8 @@ from graphlin.graphed import Call, GraphedBlock
 from graphlin.replay import Pair
 from graphlin.tier import Tier
 
-# Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their kernels
-# by the number of rows, so the last bits differ from the tier's.
+# Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their
+# kernels by the number of rows, so the last bits differ from the tier's.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _RUNTIME_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
@@ -25,8 +25,8 @@ class Report:
     """What `verify` found. `ok` is whether every check passed; printing the report shows them.
 
     `errors` has the relative RMS difference at exact shapes by tensor, `mismatches` a line for each failed check,
-    `launches` host launches by (path, direction), path being "eager" (at the call's shapes), "graph" (the replay alone) or
-    "copy in", and `addresses` the number of parameters and buffers found where the graph reads them.
+    `launches` host launches by (path, direction), path being "eager" (at the call's shapes), "graph" (the replay alone)
+    or "copy in", and `addresses` the number of parameters and buffers found where the graph reads them.
     """
 
     tier: Tier
@@ -43,10 +43,10 @@ class Report:
 
     def __str__(self) -> str:
         worst = max(self.errors.values(), default=0.0)
-        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {self.tier}",
-                 f"  bitwise equal to eager at the tier's shapes; largest relative difference at exact shapes {worst:.1e}"
-                 if self.ok else "\n".join(f"  {line}" for line in self.mismatches),
-                 f"  {self.addresses} addresses unchanged"]
+        found = self.mismatches or ["bitwise equal to eager at the tier's shapes; largest relative difference at exact "
+                                    f"shapes {worst:.1e}"]
+        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, at {self.tier}",
+                 *(f"  {line}" for line in found), f"  {self.addresses} addresses unchanged"]
         lines += [f"  host launches, {path} {direction}: {count}" for (path, direction), count in self.launches.items()]
         return "\n".join(lines)
 
@@ -55,8 +55,8 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
     """Replays one call into NaN-filled outputs and compares it with the block run eagerly.
 
     Bit for bit at the tier's shapes, outputs and, in grad mode, gradients of inputs and parameters; within tolerance at
-    the call's own shapes (a block with dropout differs there: use eval()). Host launches are counted by profiler events.
-    The random state and the block's buffers are as before afterwards. Captures the call's mode if need be.
+    the call's own shapes (a block with dropout differs there: use eval()). Host launches are counted by profiler
+    events. The random state and the block's buffers are as before afterwards. Captures the call's mode if need be.
 
     Raises the ReplayError that keeps the call from being replayed.
 
@@ -93,8 +93,8 @@ class _Check:
                 continue
             self.report.errors[name] = error = _relative_rms(found, expected)
             if not error <= TOLERANCES[found.dtype]:
-                self.report.mismatches.append(f"{name}: relative difference {error:.1e} from eager at the call's shapes, "
-                                              f"expected at most {TOLERANCES[found.dtype]:.0e}")
+                self.report.mismatches.append(f"{name}: relative difference {error:.1e} from eager at the call's "
+                                              f"shapes, expected at most {TOLERANCES[found.dtype]:.0e}")
 
     @torch.no_grad()
     def _replayed(self) -> list[torch.Tensor | None]:

@@ -7,7 +7,7 @@ from graphlin.graphed import GraphedBlock
 
 
 class Mixer(nn.Module):
-    """Linear, causal mean over each packed sequence, linear; inactive rows are zeroed on entry, as graphlin's layers do."""
+    """Linear, causal mean over each packed sequence, linear; inactive rows are zeroed on entry, as in graphlin.layers."""
 
     def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def pack(lengths, device, *, width=8, slack=0, dtype=torch.float32, poison=float
 
 
 def gradients(block, x, cu, weight):
-    """Output and gradients of (block(x) * weight).sum() with respect to x and the parameters; nothing is accumulated."""
+    """Output and gradients of (block(x) * weight).sum() with respect to x and the parameters, not accumulated."""
     y = block(x, cu)
     inner = block.block if isinstance(block, GraphedBlock) else block
     wanted = [*([x] if x.requires_grad else []), *inner.parameters()]
@@ -65,7 +65,7 @@ def gradients(block, x, cu, weight):
 
 
 def assert_equal(found, expected):
-    """Bitwise equality, on the device and at the tier's shapes; within the last bits where a GEMM met other row counts."""
+    """Equality up to the last bits, which differ where a matrix product met another number of rows."""
     for i, (f, e) in enumerate(zip(found, expected, strict=True)):
         torch.testing.assert_close(f, e, rtol=2e-5, atol=2e-6, msg=lambda m, i=i: f"result {i}: {m}")
 

@@ -273,7 +273,7 @@ def test_autocast_is_a_mode_and_its_cache_is_left_alone(device):
         cast = graphed(x, cu)
         assert cast.dtype == torch.bfloat16 and torch.is_autocast_cache_enabled()
         torch.testing.assert_close(cast, graphed.block(x, cu), rtol=2e-2, atol=2e-2)
-        graphed.block.enter.weight.mul_(2)                     # eager casts of this region are cached, the graph's are not
+        graphed.block.enter.weight.mul_(2)                     # eager casts are cached in this region, the graph's not
         torch.clear_autocast_cache()
         torch.testing.assert_close(graphed(x, cu), graphed.block(x, cu), rtol=2e-2, atol=2e-2)
     graphed.block.enter.weight.div_(2)

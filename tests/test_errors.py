@@ -48,8 +48,9 @@ def assert_usable(block, x, cu):
     captured(other, 1, backwards=1)
 
 
-READS = {"item": lambda x: x.sum().item(), "tolist": lambda x: x.sum(1).tolist()[0][0], "bool": lambda x: 1.0 if x.any() else 0.0,
-         "nonzero": lambda x: x.nonzero().sum(), "mask": lambda x: x[x > 0].sum()}
+READS = {"item": lambda x: x.sum().item(), "tolist": lambda x: x.sum(1).tolist()[0][0],
+         "bool": lambda x: 1.0 if x.any() else 0.0, "nonzero": lambda x: x.nonzero().sum(),
+         "mask": lambda x: x[x > 0].sum()}
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
@@ -60,7 +61,7 @@ def test_a_host_sync_names_its_line_and_the_remedy(device, read, in_backward):
     x, cu = pack((5, 3), device)
     random = torch.get_rng_state()
     for _ in range(2):
-        with pytest.raises(HostSync, match=r"test_errors.py:\d+ in <lambda>: a graph cannot repeat that. Keep the value"):
+        with pytest.raises(HostSync, match=r"test_errors.py:\d+ in <lambda>: a graph cannot repeat that. Keep"):
             graphed(x, cu)
     assert torch.equal(random, torch.get_rng_state())
     captured(graphed, 0)
@@ -80,8 +81,8 @@ def test_a_kernel_first_run_in_a_capture_is_named(device):
             return y
     graphed = capture(Late(), TIER, num_warmup_iters=1)
     x, cu = pack((5, 3), device)
-    with pytest.raises(ColdKernel, match=r"kernel \S*add_one would be compiled inside a capture, launched from .*test_errors.py"
-                                         r".*num_warmup_iters"), torch.no_grad():
+    with pytest.raises(ColdKernel, match=r"kernel \S*add_one would be compiled inside a capture, launched from "
+                                         r".*test_errors.py.*num_warmup_iters"), torch.no_grad():
         graphed(x, cu)
     assert_usable(Mixer().to(device), x, cu)
 
@@ -180,7 +181,7 @@ def test_a_chunk_size_that_is_not_the_blocks_is_named():
 @pytest.mark.parametrize("call, error, message", [
     (lambda f, x, cu: f(x, cu, y=1), TypeError, "unexpected keyword argument 'y'"),
     (lambda f, x, cu: f(cu_seqlens=cu), TypeError, "missing a required argument: 'x'"),
-    (lambda f, x, cu: f(x.expand(2, -1, -1), cu), ValueError, r"no argument holds tokens: expected the first tensor to be"),
+    (lambda f, x, cu: f(x.expand(2, -1, -1), cu), ValueError, "no argument holds tokens: expected the first tensor to"),
 ])
 def test_wrong_calls_are_named_and_nothing_is_lost(device, call, error, message):
     graphed = capture(Mixer().to(device), TIER)

@@ -21,8 +21,8 @@ def test_a_good_capture_passes(device, grad):
     with torch.set_grad_enabled(grad):
         report = verify(graphed, x, cu)
     assert report.ok and not report.mismatches, str(report)
-    expected = {"output 0", *(["gradient of x", *(f"gradient of {name}" for name, _ in graphed.block.named_parameters())]
-                              if grad else [])}
+    wanted = ["x", *(name for name, _ in graphed.block.named_parameters())] if grad else []
+    expected = {"output 0", *(f"gradient of {name}" for name in wanted)}
     assert set(report.errors) == expected and max(report.errors.values()) < 1e-5
     assert (report.tokens, report.seqs, report.tier, report.addresses) == (8, 2, TIER, 3)
     captured(graphed, 0)                                       # its runs are no calls

@@ -12,11 +12,12 @@ LAUNCH_MARK = "graphlin::launch"
 REPLAY_MARK = "graphlin::replay"
 
 _PACKAGE = Path(__file__).parents[1]
-_MACHINERY = tuple(f"{path}{os.sep}" for path in (_PACKAGE / "backends", _PACKAGE / "kernels", Path(torch.__file__).parent))
+_MACHINERY = tuple(f"{path}{os.sep}"
+                   for path in (_PACKAGE / "backends", _PACKAGE / "kernels", Path(torch.__file__).parent))
 
 
 def blame(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame outside PyTorch, Triton and this package's backends and kernels."""
+    """`file:line in function` of the innermost frame outside PyTorch, Triton and graphlin's backends and kernels."""
     for frame in reversed(list(frames)):
         if not _is_machinery(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
