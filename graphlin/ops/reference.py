@@ -63,7 +63,7 @@ def delta_rule_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         o, state = checkpoint(_segment, q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state, scale,
                               use_reentrant=False, preserve_rng_state=False)
         outputs.append(o)
-    return torch.cat(outputs, 1) if outputs else torch.zeros_like(v), state
+    return torch.cat(outputs, 1) if outputs else v, state
 
 
 def _segment(q, k, v, g, beta, state, scale):

@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=0 TRITON_DISABLE_LINE_INFO=1 python ptx_of_launches.py {on,off}
 
-The first folder of PYTHONPATH that holds `graphlin` decides whose kernels they are. Keys are `op kernel number`; values
-`{"chunks": whether it takes the chunk table, "flag": whether it has GRAPH_CAPTURE, "ptx": text}`.
+The first folder of PYTHONPATH that holds `graphlin` decides whose kernels they are. Keys are names of kernels, each
+compiled as it is launched first; values `{"chunks": whether it takes the chunk table, "flag": whether it has
+GRAPH_CAPTURE, "ptx": text}`.
 """
 
 import json
@@ -14,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from graphlin.backends import register_backend
+from graphlin.backends import GraphBackend, register_backend
 from graphlin.backends.cuda.tiles import launch_record
 from tests.inputs import cu_of
 from tests.ops.op_cases import OP_CASES
@@ -22,14 +23,13 @@ from tests.ops.op_cases import OP_CASES
 LENGTHS = (19, 0, 16, 37)
 
 
-class PtxBackend:
-    """Takes CPU tensors for those of an sm_90 device; compiles what it should launch."""
+class PtxBackend(GraphBackend):
+    """Takes CPU tensors for those of an sm_90 device; compiles what it should launch. No graphs."""
 
     device_type = "cpu"
-    new_pool = pool_bytes = side_stream = stream = synchronize = capture = None      # no graphs here
 
     def __init__(self):
-        self.op, self.compiled = "", {}
+        self.compiled = {}
 
     def is_available(self):
         return True
@@ -47,9 +47,11 @@ class PtxBackend:
         return launch_record(kernel, **problem)
 
     def launch(self, kernel, grid, args, constexprs, record):
+        if kernel.__name__ in self.compiled:
+            return
         compiled = kernel.warmup(*args, grid=(1,), **constexprs, **record.tiles, num_warps=record.num_warps,
                                  num_stages=record.num_stages)
-        self.compiled[f"{self.op} {kernel.__name__} {len(self.compiled)}"] = {
+        self.compiled[kernel.__name__] = {
             "chunks": "chunks" in kernel.arg_names, "flag": "GRAPH_CAPTURE" in kernel.arg_names,
             "ptx": compiled.asm["ptx"]}
 
@@ -62,7 +64,6 @@ def main(switch: str) -> None:
     register_backend(backend)
     cpu = torch.device("cpu")
     for case in OP_CASES:
-        backend.op = case.name
         case.run(case.draw(sum(LENGTHS) + 5, len(LENGTHS), cpu, torch.bfloat16), cu_of(LENGTHS, cpu),
                  graph_capture=switch == "on")
     json.dump(backend.compiled, sys.stdout)

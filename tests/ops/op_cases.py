@@ -103,15 +103,15 @@ def _count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
 OP_CASES = [
     OpCase("conv", causal_conv1d, tokens={"x": (24,), "residual": (24,)}, output=(24,), state=(24, 4),
            parameters={"weight": (24, 4), "bias": (24,)}, options={"activation": "silu", "chunk_size": 16}),
-    OpCase("gdn", chunk_gated_delta_rule,
-           tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1,)}, log_decay="g",
-           output=(1, 16), state=(1, 16, 16), parameters={},
-           options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
     OpCase("gdn_gate", chunk_gated_delta_rule,
            tokens={"q": (1, 16), "k": (1, 16), "v": (2, 16), "beta": (2,), "g": (2,)},
            output=(2, 16), state=(2, 16, 16), parameters={"A_log": (2,), "dt_bias": (2,)},
            options={"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
                     "allow_neg_eigval": True, "chunk_size": 16}),
+    OpCase("gdn", chunk_gated_delta_rule,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1,)}, log_decay="g",
+           output=(1, 16), state=(1, 16, 16), parameters={},
+           options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
 ]
 
 each_op = pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
