@@ -53,8 +53,9 @@ def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BD: tl.co
 
 @triton.jit
 def sigmoid(b_z):
-    """`1 / (1 + exp(-z))`. The squared reciprocal root takes two instructions where a division takes five."""
-    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * MINUS_LOG2_E))
+    """`1 / (1 + exp(-z))`, below 1e-38 where the bound on the exponent keeps it from overflow. The squared reciprocal
+    root takes two instructions where a division takes five."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(tl.minimum(b_z * MINUS_LOG2_E, 127.0)))
     return b_r * b_r
 
 
