@@ -38,6 +38,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import graphlin  # noqa: E402
 from graphlin.backends import GraphBackend, LaunchRecord, register_backend  # noqa: E402
 from graphlin.backends.cuda.tiles import launch_record  # noqa: E402
+from graphlin.kernels.copy_rows import RowCopy  # noqa: E402
 
 
 # ------------------------------------------------------------------------------------------------------ variants
@@ -49,6 +50,7 @@ class Variant:
     K: int = 128
     V: int = 128
     chunk_size: int = 64
+    taps: int = 4
     packed: bool = True
     extras: bool = True
     """Gate, sigmoid, l2norm, bias, residual and activation inside the kernels, and states in and out."""
@@ -70,8 +72,9 @@ VARIANTS = {
     "chunk-32": Variant(chunk_size=32),
     "chunk-16": Variant(chunk_size=16),
     "v-first": Variant(state_v_first=True),
+    "taps-8": Variant(taps=8),
 }
-H, HV, TOKENS, SEQS, WIDTH = 16, 32, 256, 4, 4
+H, HV, TOKENS, SEQS = 16, 32, 256, 4
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -121,12 +124,22 @@ def run_causal_conv1d(variant: Variant) -> None:
     extras: dict[str, Any] = {}
     if variant.extras:
         extras = dict(bias=make(D, dtype=dtype), residual=make(1, TOKENS, D, dtype=dtype), activation="silu",
-                      initial_state=make(seqs, D, WIDTH, dtype=dtype), output_final_state=True)
+                      initial_state=make(seqs, D, variant.taps, dtype=dtype), output_final_state=True)
     differentiate(*graphlin.causal_conv1d(
-        make(1, TOKENS, D, dtype=dtype), make(D, WIDTH, dtype=dtype), **extras, **packing(variant)))
+        make(1, TOKENS, D, dtype=dtype), make(D, variant.taps, dtype=dtype), **extras, **packing(variant)))
 
 
-RUNS = (run_chunks, run_gated_delta_rule, run_causal_conv1d)
+def run_copy_in(variant: Variant) -> None:
+    """The copy of active rows into a graph's static buffers."""
+    cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
+    x = torch.zeros(1, TOKENS, HV * variant.V, dtype=variant.dtype)
+    copy = RowCopy(torch.zeros_like(x), dim=1)
+    copy(x, cu)
+    copy(x, cu, torch.zeros(SEQS + 1, dtype=torch.int32))
+    copy(x, None)
+
+
+RUNS = (run_chunks, run_gated_delta_rule, run_causal_conv1d, run_copy_in)
 
 
 # ------------------------------------------------------------------------------------------------------ launches

@@ -1,1 +1,51 @@
 """Capture Gated DeltaNet and Kimi Delta Attention blocks once; replay them for every packed batch inside a tier."""
+
+from graphlin import layers
+from graphlin.backends import GraphBackend, register_backend
+from graphlin.capture import capture
+from graphlin.errors import (
+    BackendUnavailable,
+    CaptureError,
+    ColdKernel,
+    GraphlinError,
+    HostSync,
+    ReplayError,
+    Resource,
+    SlotInUse,
+    StaleAddress,
+    StructureMismatch,
+    TierOverflow,
+    UnsupportedModule,
+)
+from graphlin.graphed import GraphedBlock
+from graphlin.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_local_cumsum, prepare_chunk_indices
+from graphlin.tier import Tier
+from graphlin.verify import verify
+
+__version__ = "0.1.0"
+__all__ = [
+    "BackendUnavailable",
+    "CaptureError",
+    "ColdKernel",
+    "GraphBackend",
+    "GraphedBlock",
+    "GraphlinError",
+    "HostSync",
+    "ReplayError",
+    "Resource",
+    "SlotInUse",
+    "StaleAddress",
+    "StructureMismatch",
+    "Tier",
+    "TierOverflow",
+    "UnsupportedModule",
+    "capture",
+    "causal_conv1d",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_local_cumsum",
+    "layers",
+    "prepare_chunk_indices",
+    "register_backend",
+    "verify",
+]

@@ -28,17 +28,19 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     A call of at most `tier.tokens` tokens in `tier.seqs` sequences is copied into static buffers (active rows only) and
     replayed; its outputs have the call's own sizes. Dense calls `[B, T, ...]` of a block that takes cu_seqlens run as B
     packed sequences. A forward that accepts `chunk_indices` gets the table that the graph builds, in place of the
-    caller's. Buffers that the block writes in its forward are put back after the capture, so that only real calls count.
+    caller's. Buffers that the block writes in its forward are put back after the capture: only real calls count.
 
     Args:
-        block: any module whose work stays on the device; one that takes no cu_seqlens (and has no dims) is captured at the
-            exact shapes of its first call.
+        block: any module whose work stays on the device; one that takes no cu_seqlens (and has no dims) is captured at
+            the exact shapes of its first call.
         tier: bound of the inputs to replay. More than one tier is not supported yet.
         sample_args, sample_kwargs: a call to capture now, in the current mode; no other mode is captured then. Default:
-            capture at the first eligible call of each mode (training, grad, autocast, requires_grad, structure, constants).
-        dims: varying dims of arguments, as torch.export's dynamic_shapes: `{"x": {1: "tokens"}, "cu_seqlens": {0: "seqs+1"}}`.
-            Default: by name and position: dim 0 of cu_seqlens is seqs+1, dim 0 of `*state*` is seqs, dim 1 of `[1, T, ...]`
-            tensors with the first one's T is tokens, all else is constant.
+            capture at the first eligible call of each mode (training, grad, autocast, requires_grad, structure,
+            constants).
+        dims: varying dims of arguments, as torch.export's dynamic_shapes:
+            `{"x": {1: "tokens"}, "cu_seqlens": {0: "seqs+1"}}`. Default: by name and position: dim 0 of cu_seqlens is
+            seqs+1, dim 0 of `*state*` is seqs, dim 1 of `[1, T, ...]` tensors with the first one's T is tokens, all else
+            is constant.
         slots: forwards that may wait for their backward at once; each holds its own memory.
         num_warmup_iters: eager runs before a capture.
         allow_unused_input: let parameters and inputs get no gradient, rather than raise.
@@ -63,7 +65,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     has_sample = bool(args or kwargs)
     if backend is None and (has_sample or any(True for _ in block.parameters())):
         backend = get_backend(first_device(block, args, kwargs))
-    record = partial(_record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input, copy_outputs=copy_outputs)
+    record = partial(_record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input,
+                     copy_outputs=copy_outputs)
     graphed = GraphedBlock(block, tiers, record, signature=signature, dims=dims, slots=slots, fallback=fallback,
                            backend=backend)
     if has_sample:
@@ -113,21 +116,27 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     """The random state, the autocast cache, garbage collection and the block's buffers are afterwards as before.
 
     Casts are not cached inside: the cache would outlive the graph's memory. Garbage collected inside might free
-    device memory in the midst of a capture.
+    device memory in the midst of a capture. Hooks on parameters wait outside: they run on what a replay returns, and
+    would run twice if the graph held them too.
     """
     devices = [] if device.type == "cpu" else [device]
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in block.parameters() if p._backward_hooks]
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with rng, torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode turns grad on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
+        for held, _ in hooks:
+            held.clear()
         try:
             yield
         finally:
             if collects:
                 gc.enable()
             torch.set_autocast_cache_enabled(caches)
+            for held, before in hooks:
+                held.update(before)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
@@ -168,8 +177,9 @@ class _Recording:
             graph.reset()
 
     def _static_inputs(self) -> tuple[list, list[torch.Tensor]]:
-        """Copies of the call's tensors into static ones, filled with the call, and the static tensors as the block sees them."""
-        copies = [self.slot.copy(leaf.name, leaf.role, leaf.shape(self.tier.tokens, self.tier.seqs), tensor.dtype, self.device)
+        """How the call's tensors are copied into static ones, which hold them now, and those as the block sees them."""
+        sizes = self.tier.tokens, self.tier.seqs
+        copies = [self.slot.copy(leaf.name, leaf.role, leaf.shape(*sizes), tensor.dtype, self.device)
                   for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
         self.static_cu = None if self.layout.cu is None else copies[self.layout.cu].static
         inputs = [(i, copy, self.static_cu if i == self.layout.tokens else None)
@@ -221,8 +231,10 @@ class _Recording:
         flat, spec = tree_flatten(out)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         roles = [()] * len(tensors) if seen is None else [
-            output_roles(f"output {i}", t.shape, self.tier, seen[i], self._other_sizes()) for i, t in enumerate(tensors)]
-        outputs = [Output(role, self.mode.needs_grad and t.requires_grad) for role, t in zip(roles, tensors, strict=True)]
+            output_roles(f"output {i}", t.shape, self.tier, seen[i], self._other_sizes())
+            for i, t in enumerate(tensors)]
+        outputs = [Output(role, self.mode.needs_grad and t.requires_grad)
+                   for role, t in zip(roles, tensors, strict=True)]
         template = [None if isinstance(t, torch.Tensor) else t for t in flat]
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
         pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors],
@@ -237,8 +249,8 @@ class _Recording:
             if not output.differentiable:
                 continue
             if len(output.roles) > 1:
-                raise UnsupportedModule(f"output {i} needs a gradient and has {len(output.roles)} varying dims; return a "
-                                        "tensor with one, or detach it")
+                raise UnsupportedModule(f"output {i} needs a gradient and has {len(output.roles)} varying dims; return "
+                                        "a tensor with one, or detach it")
             outs.append(tensor)
             role = output.roles[0] if output.roles else None
             pair.grads.append(self.slot.copy(f"gradient of output {i}", role, tensor.shape, tensor.dtype, self.device))
@@ -254,11 +266,12 @@ class _Recording:
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
         names = {id(p): name for name, p in self.graphed.block.named_parameters()}
-        wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves), *(names[id(p)] for p in self.mode.grad_params)]
+        wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),
+                  *(names[id(p)] for p in self.mode.grad_params)]
         unused = [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
         if unused and not self.allow_unused:
-            raise CaptureError(f"no output depends on {', '.join(unused)}: expected a gradient for every parameter and input "
-                               "that requires one. Turn requires_grad off there, or pass allow_unused_input=True.")
+            raise CaptureError(f"no output depends on {', '.join(unused)}: expected a gradient for every parameter and "
+                               "input that requires one. Turn requires_grad off there, or pass allow_unused_input=True.")
 
 
 def _rebuild(spec: Any, template: list, places: list[int], tensors: Sequence[torch.Tensor]) -> Any:

@@ -42,10 +42,13 @@ class Watch:
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
         self.params = list(block.parameters())
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, module in block.named_modules()
-                   for owner in (module._parameters, module._buffers, module._modules) for name, value in owner.items()]
+        owners = [(path, owner) for path, module in block.named_modules()
+                  for owner in (module._parameters, module._buffers, module._modules)]
+        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
+                   for name, value in owner.items()]
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        self._counts = [len(owner) for owner in self._owners]
+        self._dicts = [owner for _, owner in owners]
+        self._counts = [len(owner) for owner in self._dicts]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self.num_addresses = len(self._addresses)
@@ -53,11 +56,11 @@ class Watch:
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory that the block no longer uses."""
         same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(len, self._owners)) == self._counts
+                and list(map(len, self._dicts)) == self._counts
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
         if not same:
-            raise StaleAddress(f"{self._moved()} was replaced or moved since the capture, so the graph would use the old "
-                               "one; call refresh() after changing a block (weights copied in place need nothing)")
+            raise StaleAddress(f"{self._moved()} was replaced or moved since the capture, so the graph would use the "
+                               "old one; call refresh() after changing a block (weights copied in place need nothing)")
 
     def _moved(self) -> str:
         for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
@@ -103,7 +106,7 @@ class WholeCopy:
 
 
 class Slot:
-    """Private memory for one forward that may wait for its backward: a pool, and static tensors that its modes share."""
+    """Private memory for one forward that may wait for its backward: a pool, and static tensors its modes share."""
 
     def __init__(self, backend: GraphBackend) -> None:
         self.pool = backend.new_pool()
@@ -113,7 +116,8 @@ class Slot:
     def release(self) -> None:
         self.busy = False
 
-    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Copy:
+    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype,
+             device: torch.device) -> Copy:
         """The static tensor of an argument or of an output's gradient, with what fills it."""
         key = (name, role, tuple(shape), dtype)
         if key not in self._copies:
@@ -161,8 +165,9 @@ class GraphedBlock(nn.Module):
     >>> y = graphed(x, cu_seqlens=cu)
     """
 
-    def __init__(self, block: nn.Module, tiers: Sequence[Tier], record: Callable[["GraphedBlock", Slot, Call, bool], Pair],
-                 *, signature: Signature, dims: Dims | None, slots: int, fallback: str, backend: GraphBackend | None) -> None:
+    def __init__(self, block: nn.Module, tiers: Sequence[Tier],
+                 record: Callable[["GraphedBlock", Slot, Call, bool], Pair], *, signature: Signature, dims: Dims | None,
+                 slots: int, fallback: str, backend: GraphBackend | None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
@@ -229,8 +234,9 @@ class GraphedBlock(nn.Module):
         tokens, seqs = mode.layout.sizes(leaves)
         if self.select(tokens, seqs) is None:
             largest = self.tiers[0]
-            raise TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, the largest tier holds {largest.tokens} "
-                               f"in {largest.seqs}; capture a larger tier, or let such inputs run eagerly")
+            raise TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, the largest tier holds "
+                               f"{largest.tokens} in {largest.seqs}; capture a larger tier, or let such inputs run "
+                               "eagerly")
         self._watch.check()
         return Call(key, mode, leaves, (tokens, seqs), batch)
 
@@ -246,12 +252,12 @@ class GraphedBlock(nn.Module):
 
     def _new_mode(self, key: tuple, leaves: list[torch.Tensor], structure: Structure) -> Mode:
         if not self._accepts_modes and key not in self._known:
-            raise StructureMismatch("the call differs from the captured sample in structure, dtype, device, a constant, "
-                                    "requires_grad, training, grad or autocast mode; capture without a sample takes each "
-                                    "mode at its first call")
+            raise StructureMismatch("the call differs from the captured sample in structure, dtype, device, a "
+                                    "constant, requires_grad, training, grad or autocast mode; capture without a sample "
+                                    "takes each mode at its first call")
         if len(self._modes) >= MAX_MODES:
-            raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call should "
-                                    "be a tensor")
+            raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call "
+                                    "should be a tensor")
         layout = make_layout(self.signature.names, structure, leaves, self._dims)
         grad = torch.is_grad_enabled()
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
@@ -275,8 +281,8 @@ class GraphedBlock(nn.Module):
                 if not slot.busy:
                     slot.busy = True
                     return slot
-        raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward first, "
-                        "drop the output, or capture with more slots")
+        raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward "
+                        "first, drop the output, or capture with more slots")
 
     def _capture(self, call: Call, slot: Slot) -> Pair:
         """Captures the mode in this slot and in every other one that is free; after a failure in none."""
@@ -340,7 +346,7 @@ class GraphedBlock(nn.Module):
         self._slots = []
 
     def refresh(self) -> None:
-        """Takes the block as it is now, after a parameter, buffer or submodule was replaced or moved; then as `reset`."""
+        """Takes the block as it is now, after a part of it was replaced or moved; then as `reset`."""
         self.reset()
         self._watch = Watch(self.block)
 

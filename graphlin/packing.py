@@ -153,7 +153,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of one call structure. `cu` indexes cu_seqlens, `tokens` the tensor that tells T, `seqs` that tells N."""
+    """The tensors of one call structure: `cu` is the index of cu_seqlens, `tokens` and `seqs` of those that tell T and N."""
 
     leaves: tuple[Leaf, ...]
     cu: int | None
@@ -167,7 +167,7 @@ class Layout:
             if not leaf.matches(tensor.shape, tokens, seqs):
                 expected = leaf.shape(tokens, seqs)
                 raise StructureMismatch(f"{leaf.name}: expected shape {list(expected)} as captured, found "
-                                        f"{list(tensor.shape)}; other shapes run eagerly, or need a capture of their own")
+                                        f"{list(tensor.shape)}; other shapes run eagerly, or need their own capture")
         return tokens, seqs
 
     def _size(self, index: int | None, tensors: Sequence[torch.Tensor]) -> int:
@@ -177,7 +177,8 @@ class Layout:
         return shape[role.dim] - role.extra if len(shape) > role.dim else -1
 
 
-def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[torch.Tensor], dims: Dims | None) -> Layout:
+def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[torch.Tensor],
+                dims: Dims | None) -> Layout:
     """Finds the role of every tensor, from `dims` or else from names and positions (never from equal sizes alone).
 
     By name and position: dim 0 of `cu_seqlens` is N + 1; dim 0 of arguments with `state` in their name is N; dim 1 of
@@ -215,8 +216,9 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
     tokens, seqs = layout._size(layout.tokens, tensors), layout._size(layout.seqs, tensors)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.role and not leaf.matches(tensor.shape, tokens, seqs):
-            raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in {seqs} "
-                             f"sequences, found {list(tensor.shape)}; name the varying dims with dims= if they differ")
+            raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in "
+                             f"{seqs} sequences, found {list(tensor.shape)}; name the varying dims with dims= if they "
+                             "differ")
     return layout
 
 
@@ -239,7 +241,7 @@ def _roles_by_name(arguments: Sequence[str], tensors: Sequence[torch.Tensor]) ->
 def _role_by_dims(dims: Dims, argument: str, path: tuple, tensor: torch.Tensor) -> Role | None:
     spec = dims.get(argument)
     for key in path:
-        if isinstance(spec, Mapping) or isinstance(spec, Sequence):
+        if isinstance(spec, Mapping | Sequence):
             spec = spec[_key(key)]
     if not spec:
         return None
@@ -269,7 +271,8 @@ def _leaf_paths(names: Sequence[str], structure: Structure) -> list[tuple[str, t
             found.append((name, ()))
         elif isinstance(entry, Nested):
             numbered = tree_unflatten(range(len(entry.entries)), entry.spec)
-            found += [(name, path) for path, i in tree_flatten_with_path(numbered)[0] if entry.entries[i] is torch.Tensor]
+            found += [(name, path) for path, i in tree_flatten_with_path(numbered)[0]
+                      if entry.entries[i] is torch.Tensor]
     return found
 
 
@@ -329,7 +332,8 @@ class Output:
         return any(role.kind == "tokens" and role.dim == 1 for role in self.roles) and static.shape[0] == 1
 
 
-def output_roles(name: str, shape: torch.Size, tier: Tier, other: torch.Size, other_sizes: tuple[int, int]) -> tuple[Role, ...]:
+def output_roles(name: str, shape: torch.Size, tier: Tier, other: torch.Size,
+                 other_sizes: tuple[int, int]) -> tuple[Role, ...]:
     """Finds the varying dims of an output from its shapes at the tier and at other sizes.
 
     Raises UnsupportedModule for a size that follows neither tokens nor sequences.
@@ -342,8 +346,8 @@ def output_roles(name: str, shape: torch.Size, tier: Tier, other: torch.Size, ot
                 if (Role(dim, kind, extra).size(tier.tokens, tier.seqs), Role(dim, kind, extra).size(*other_sizes))
                 == (size, seen)]
         if not fits:
-            raise UnsupportedModule(f"{name} has shape {list(shape)} at {tier.tokens} tokens in {tier.seqs} sequences and "
-                                    f"{list(other)} at {other_sizes[0]} in {other_sizes[1]}: dim {dim} is neither. "
+            raise UnsupportedModule(f"{name} has shape {list(shape)} at {tier.tokens} tokens in {tier.seqs} sequences "
+                                    f"and {list(other)} at {other_sizes[0]} in {other_sizes[1]}: dim {dim} is neither. "
                                     "Return tensors of T rows or N rows from the block.")
         roles.append(fits[0])
     return tuple(roles)

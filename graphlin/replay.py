@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from graphlin.backends import Graph
 from graphlin.errors import ReplayError
@@ -32,8 +31,8 @@ class Pair:
     """Graphs of one mode in one slot, and the static tensors that they read and write.
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
-    copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the backward
-    graph writes (None where it writes nothing), in the order in which the inputs and parameters entered autograd.
+    copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
+    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd.
     """
 
     forward: Graph
@@ -73,10 +72,11 @@ class Pair:
 
 
 class Run:
-    """One forward that waits for its backward, and holds its slot until then or until nobody can ask for it any more."""
+    """One forward that waits for its backward. It holds its slot until then, or until nobody can ask for it any more."""
 
     def __init__(self, pair: Pair, leaves: Sequence[torch.Tensor], sizes: tuple[int, int],
-                 batch: tuple[int, int] | None, release: Callable[[], None], count_backward: Callable[[], None]) -> None:
+                 batch: tuple[int, int] | None, release: Callable[[], None],
+                 count_backward: Callable[[], None]) -> None:
         self.pair = pair
         self._leaves = leaves
         self._sizes = sizes
@@ -91,10 +91,13 @@ class Run:
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         pair = self.pair
+        if torch.is_grad_enabled():
+            raise ReplayError("a captured backward has no derivative, so create_graph=True can't be replayed. Call the "
+                              "block itself, graphed.block(...), where second derivatives are needed.")
         if not self._waits or pair.closed:
             raise ReplayError("a captured backward was asked for twice, or after reset(): the graph's memory holds the "
-                              "forward's values for one backward only. Call the block itself, graphed.block(...), where "
-                              "retain_graph=True is needed.")
+                              "forward's values for one backward only. Call the block itself, graphed.block(...), "
+                              "where retain_graph=True is needed.")
         waiting = iter(pair.grads)
         for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
             if output.differentiable:
@@ -136,7 +139,7 @@ def _grads_are_accumulated(params: Sequence[torch.nn.Parameter]) -> bool:
 
 
 def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Replays a forward so that its backward will be replayed too; `tensors` are the inputs and parameters that require grad."""
+    """Replays a forward so that its backward will be replayed too; `tensors` are all that require grad."""
     try:
         return _Replay.apply(run, _ANCHOR, *tensors)
     except BaseException:
@@ -155,6 +158,5 @@ class _Replay(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         return None, None, *ctx.run.backward(grads)

@@ -14,8 +14,8 @@ from graphlin.graphed import Call, GraphedBlock
 from graphlin.replay import Pair
 from graphlin.tier import Tier
 
-# Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their kernels
-# by the number of rows, so the last bits differ from the tier's.
+# Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their
+# kernels by the number of rows, so the last bits differ from the tier's.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _RUNTIME_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
@@ -25,8 +25,8 @@ class Report:
     """What `verify` found. `ok` is whether every check passed; printing the report shows them.
 
     `errors` has the relative RMS difference at exact shapes by tensor, `mismatches` a line for each failed check,
-    `launches` host launches by (path, direction), path being "eager", "graph" (the replay alone) or "call" (with copies
-    in and out), and `addresses` the number of parameters and buffers found where the graph reads them.
+    `launches` host launches by (path, direction), path being "eager" (at the call's shapes), "graph" (the replay alone)
+    or "copy in", and `addresses` the number of parameters and buffers found where the graph reads them.
     """
 
     tier: Tier
@@ -43,10 +43,10 @@ class Report:
 
     def __str__(self) -> str:
         worst = max(self.errors.values(), default=0.0)
-        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {self.tier}",
-                 f"  bitwise equal to eager at the tier's shapes; largest relative difference at exact shapes {worst:.1e}"
-                 if self.ok else "\n".join(f"  {line}" for line in self.mismatches),
-                 f"  {self.addresses} addresses unchanged"]
+        found = self.mismatches or ["bitwise equal to eager at the tier's shapes; largest relative difference at exact "
+                                    f"shapes {worst:.1e}"]
+        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, at {self.tier}",
+                 *(f"  {line}" for line in found), f"  {self.addresses} addresses unchanged"]
         lines += [f"  host launches, {path} {direction}: {count}" for (path, direction), count in self.launches.items()]
         return "\n".join(lines)
 
@@ -55,8 +55,8 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
     """Replays one call into NaN-filled outputs and compares it with the block run eagerly.
 
     Bit for bit at the tier's shapes, outputs and, in grad mode, gradients of inputs and parameters; within tolerance at
-    the call's own shapes (a block with dropout differs there: use eval()). Host launches are counted by profiler events.
-    The random state and the block's buffers are as before afterwards. Captures the call's mode if need be.
+    the call's own shapes (a block with dropout differs there: use eval()). Host launches are counted by profiler
+    events. The random state and the block's buffers are as before afterwards. Captures the call's mode if need be.
 
     Raises the ReplayError that keeps the call from being replayed.
 
@@ -64,12 +64,12 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
     """
     call = graphed.read(args, kwargs)
     slot, pair = graphed.acquire(call)
+    check = _Check(graphed, call, pair)
     try:
-        check = _Check(graphed, call, pair)
         check.compare()
-        check.count()
         graphed.check_addresses()
     finally:
+        check.restore()
         slot.release()
     return check.report
 
@@ -93,40 +93,29 @@ class _Check:
                 continue
             self.report.errors[name] = error = _relative_rms(found, expected)
             if not error <= TOLERANCES[found.dtype]:
-                self.report.mismatches.append(f"{name}: relative difference {error:.1e} from eager at the call's shapes, "
-                                              f"expected at most {TOLERANCES[found.dtype]:.0e}")
-
-    def count(self) -> None:
-        """Launches of one call each way."""
-        pair, call, launches = self.pair, self.call, self.report.launches
-        runs: dict[str, tuple[Callable, Callable]] = {
-            "eager": (lambda: self._eager(call.leaves, call.sizes[0]), self._eager_backward),
-            "graph": (pair.forward.replay, lambda: pair.backward.replay()),
-            "call": (lambda: pair.play(call.leaves, *call.sizes, call.batch), None)}
-        for path, (forward, backward) in runs.items():
-            with torch.set_grad_enabled(path == "eager" and pair.backward is not None):
-                launches[path, "forward"] = count_launches(forward, self.device)
-            if pair.backward is not None and backward is not None:
-                launches[path, "backward"] = count_launches(backward, self.device)
-        self._restore()
+                self.report.mismatches.append(f"{name}: relative difference {error:.1e} from eager at the call's "
+                                              f"shapes, expected at most {TOLERANCES[found.dtype]:.0e}")
 
     @torch.no_grad()
     def _replayed(self) -> list[torch.Tensor | None]:
         """Outputs and gradients of a replay at the tier's shapes, each written over NaN."""
         pair = self.pair
-        self._restore()
-        kept = {t.untyped_storage()._cdata for t in [*(copy.static for _, copy, _ in pair.inputs), pair.static_cu,
-                                                     *(copy.static for copy in pair.grads)] if t is not None}
+        self.restore()
+        block = self.graphed.block
+        read = [*(copy.static for _, copy, _ in pair.inputs), pair.static_cu, *(copy.static for copy in pair.grads),
+                *block.parameters(), *block.buffers()]
+        kept = {t.untyped_storage()._cdata for t in read if t is not None}  # outputs may alias what the graph reads
         for t in [*pair.static_outputs, *(g for _, g in pair.input_grads), *pair.param_grads]:
             if t is not None and t.is_floating_point() and t.untyped_storage()._cdata not in kept:
                 t.fill_(float("nan"))
-        pair.copy_in(self.call.leaves)
-        pair.forward.replay()
+        self._count("copy in", "forward", lambda: pair.copy_in(self.call.leaves))
+        self._count("graph", "forward", pair.forward.replay)
         found = [t.clone() for t in pair.static_outputs]
         if pair.backward is not None:
-            for copy in pair.grads:
-                copy(torch.randn_like(copy.static), pair.static_cu)
-            pair.backward.replay()
+            grads = [torch.randn_like(copy.static) for copy in pair.grads]
+            self._count("copy in", "backward", lambda: [copy(grad, pair.static_cu)
+                                                        for copy, grad in zip(pair.grads, grads, strict=True)])
+            self._count("graph", "backward", pair.backward.replay)
             found += [None if g is None else g.clone() for g in [*(g for _, g in pair.input_grads), *pair.param_grads]]
         return found
 
@@ -142,14 +131,21 @@ class _Check:
         outputs = [o for o in self.pair.outputs if o.differentiable]
         grads = [output.take(copy.static, *self.call.sizes, None).clone()
                  for output, copy in zip(outputs, self.pair.grads, strict=True)]
-        return self._eager_results(self.call.leaves, self.call.sizes[0], grads)
+        return self._eager_results(self.call.leaves, self.call.sizes[0], grads, count=self._count)
 
-    def _eager_results(self, tensors: Sequence[torch.Tensor], tokens: int, grads: list) -> list[torch.Tensor | None]:
-        self._restore()
+    def _eager_results(self, tensors: Sequence[torch.Tensor], tokens: int, grads: list,
+                       count: Callable[[str, str, Callable], None] = lambda path, direction, run: run(),
+                       ) -> list[torch.Tensor | None]:
+        self.restore()
         with torch.set_grad_enabled(self.pair.backward is not None):
-            self._eager(tensors, tokens)
+            count("eager", "forward", lambda: self._eager(tensors, tokens))
         results = [t.detach() for t in self.outs]
-        return results + list(self._eager_backward(grads)) if self.pair.backward is not None else results
+        if self.pair.backward is not None:
+            count("eager", "backward", lambda: results.extend(self._eager_backward(grads)))
+        return results
+
+    def _count(self, path: str, direction: str, run: Callable[[], Any]) -> None:
+        self.report.launches[path, direction] = count_launches(run, self.device)
 
     def _eager(self, tensors: Sequence[torch.Tensor], tokens: int) -> None:
         wanted = self.call.mode.grad_leaves
@@ -157,11 +153,11 @@ class _Check:
         out = self.graphed.call_block(self.call.mode, self.tensors, tokens)
         self.outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
-    def _eager_backward(self, grads: list | None = None) -> tuple[torch.Tensor | None, ...]:
+    def _eager_backward(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         outs = [t for t, output in zip(self.outs, self.pair.outputs, strict=True) if output.differentiable]
         wanted = [*(self.tensors[i] for i in self.call.mode.grad_leaves), *self.call.mode.grad_params]
         with torch.autocast(self.device.type, enabled=False):
-            return torch.autograd.grad(outs, wanted, grads or outs, allow_unused=True)
+            return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
 
     def _cut(self, replayed: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Parts of tier-sized results that belong to the call."""
@@ -181,7 +177,7 @@ class _Check:
         return [f"gradient of {name}" for name in [*(leaf.name for leaf, _ in self.pair.input_grads),
                                                     *(names[id(p)] for p in self.pair.params)]]
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         torch.set_rng_state(self.rng[0])
         if self.rng[1] is not None:
             torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
@@ -231,15 +227,13 @@ def _host_launches(event: Any) -> int:
     """Launches under one profiler event; a launch's or replay's own inner ops are part of it."""
     if event.name in (LAUNCH_MARK, REPLAY_MARK):
         return 1
-    inner = [child for child in event.cpu_children if child.name.startswith(("aten::", "graphlin::"))]
-    if event.cpu_children and (inner or not event.name.startswith("aten::")):
-        return sum(_host_launches(child) for child in event.cpu_children)
-    return int(event.name.startswith("aten::") and _does_work(event.name.removeprefix("aten::")))
+    inner = sum(_host_launches(child) for child in event.cpu_children)
+    return inner or int(event.name.startswith("aten::") and _does_work(event.name.removeprefix("aten::")))
 
 
 def _does_work(op: str) -> bool:
-    if op.startswith(("empty", "new_empty")) or not hasattr(torch.ops.aten, op):
+    if op.startswith(("empty", "new_empty", "_unsafe_view")) or not hasattr(torch.ops.aten, op):
         return False
     packet = getattr(torch.ops.aten, op)
     schema = getattr(packet, packet.overloads()[0])._schema
-    return not all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns) or not schema.returns
+    return any(r.alias_info is None or r.alias_info.is_write for r in schema.returns)

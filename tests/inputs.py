@@ -115,7 +115,8 @@ def run(op: Callable, inputs: Mapping[str, torch.Tensor], upstream: Mapping[str,
 
     The op reads the given tensors themselves, so that a captured run may be replayed on other values.
     """
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if x.is_floating_point()}
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()
+              if x is not None and x.is_floating_point()}
     outputs = dict(zip(("o", "ht"), op(**{**inputs, **leaves}, **options), strict=True))
     grads = torch.autograd.grad([outputs[name] for name in upstream], list(leaves.values()),
                                 [d.to(outputs[name].dtype) for name, d in upstream.items()], allow_unused=True)

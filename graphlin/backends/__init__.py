@@ -21,8 +21,8 @@ def register_backend(backend: GraphBackend) -> None:
     >>> register_backend(MyBackend())
     >>> graphlin.capture(block.to("my_device"), tier)
     """
-    if not isinstance(backend, GraphBackend):
-        missing = [name for name in _protocol_members() if not hasattr(backend, name)]
+    missing = [name for name in _protocol_members() if not hasattr(backend, name)]
+    if missing:
         raise TypeError(f"backend: {type(backend).__name__} lacks {', '.join(missing)} of graphlin.backends.GraphBackend")
     _backends[backend.device_type] = backend
 

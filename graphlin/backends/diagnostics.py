@@ -1,5 +1,6 @@
 """What backends share to tell about a run: the line an error names, the profiler ranges that are launches."""
 
+import os
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,12 +11,13 @@ import torch
 LAUNCH_MARK = "graphlin::launch"
 REPLAY_MARK = "graphlin::replay"
 
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
+_MACHINERY = tuple(f"{path}{os.sep}"
+                   for path in (_PACKAGE / "backends", _PACKAGE / "kernels", Path(torch.__file__).parent))
 
 
 def blame(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame outside PyTorch, Triton and this package's backends."""
+    """`file:line in function` of the innermost frame outside PyTorch, Triton and graphlin's backends and kernels."""
     for frame in reversed(list(frames)):
         if not _is_machinery(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -23,4 +25,4 @@ def blame(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _is_machinery(filename: str) -> bool:
-    return filename.startswith((_OWN, _TORCH, "<")) or filename.endswith("contextlib.py") or "/triton/" in filename
+    return filename.startswith((*_MACHINERY, "<")) or filename.endswith("contextlib.py") or "/triton/" in filename

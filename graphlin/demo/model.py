@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from graphlin import prepare_chunk_indices
 from graphlin.layers import GatedDeltaNet, zero_inactive_rows
-from graphlin.ops import prepare_chunk_indices
 
 BYTES = 256
 

@@ -1,8 +1,8 @@
-"""Short causal convolution, forward and backward, with silu, bias, residual and states.
+"""Short causal convolution, forward: with bias, silu, residual and states.
 
 With `p` a token's position in its sequence of n tokens, `x_p` the initial state's slot `W + p` where p < 0 (or 0):
     z_p = bias + Σ_j weight[W-1-j] x_(p-j),   y = act(z) + residual,   final[w] = x_(n-W+w)
-    dx_p = Σ_j weight[W-1-j] dz_(p+j) + dfinal[p-n+W],   dweight[W-1-j] = Σ_p dz_p x_(p-j)
+`conv_backward` has the gradients.
 """
 
 import torch
@@ -12,28 +12,30 @@ import triton.language as tl
 from graphlin.kernels.common import active_rows, chunk, chunk_count, row_mask, sequence, zero_rows
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.reduce import reduce_partials_into
 
 MAX_WIDTH = 8
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 ZERO_BLOCK = tl.constexpr(1024)
 
 
 # ------------------------------------------------------------------------------------------------ shared pieces
 @triton.jit
-def _load_columns(weight, o_d, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+def load_columns(weight, o_d, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
     """[BD, BW] float32 rows of a `[D, W]` tensor, in one wide load."""
     o_w = tl.arange(0, BW)
-    return tl.load(weight + o_d[:, None] * W + o_w[None, :], mask=row_mask(o_d < D, o_w, W, BW), other=0.).to(tl.float32)
+    m = row_mask(o_d < D, o_w, W, BW)
+    return tl.load(weight + o_d[:, None] * W + o_w[None, :], mask=m, other=0.).to(tl.float32)
 
 
 @triton.jit
-def _tap(b_w, j: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+def tap(b_w, j: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
     """[BD] weights of the rows j before; 0 for a tap that is not there."""
     return tl.sum(tl.where((tl.arange(0, BW) == W - 1 - j)[None, :], b_w, 0.0), 1)
 
 
 @triton.jit
-def _load_bias(bias, o_d, D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr):
+def load_bias(bias, o_d, D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr):
+    """[BD] float32 bias, 0 without one."""
     if BIAS:
         b_b = tl.load(bias + o_d, mask=o_d < D, other=0.).to(tl.float32)
     else:
@@ -42,17 +44,19 @@ def _load_bias(bias, o_d, D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr)
 
 
 @triton.jit
-def _load_before(initial_state, i_n, o_p, o_d, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """[rows, BD] float32: what the initial state holds of positions o_p in [-W, 0); 0 for others."""
-    p = initial_state + tl.cast(i_n, tl.int64) * (D * W)
-    m = row_mask(o_p < 0, o_d, D, BD)
-    return tl.load(p + o_d[None, :] * W + (W + o_p)[:, None], mask=m, other=0.).to(tl.float32)
+def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
+    """[rows, BD] float32: slot o_s of a `[N, D, W]` state for each row, 0 for rows that have none."""
+    p = state + tl.cast(i_n, tl.int64) * (D * W)
+    m = row_mask((o_s >= 0) & (o_s < W), o_d, D, BD)
+    return tl.load(p + o_d[None, :] * W + o_s[:, None], mask=m, other=0.).to(tl.float32)
 
 
 @triton.jit
-def _silu_gradient(b_z):
-    b_s = tl.sigmoid(b_z)
-    return b_s * (1.0 + b_z * (1.0 - b_s))
+def sigmoid(b_z):
+    """`1 / (1 + exp(-z))`, below 1e-38 where the bound on the exponent keeps it from overflow. The squared reciprocal
+    root takes two instructions where a division takes five."""
+    b_r = tl.rsqrt(1.0 + tl.exp2(tl.minimum(b_z * MINUS_LOG2_E, 127.0)))
+    return b_r * b_r
 
 
 # ------------------------------------------------------------------------------------------------ forward
@@ -65,21 +69,21 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
     o_d = i_d * BD + tl.arange(0, BD)
     o_r = tl.arange(0, BR)
     o_x = o_r[:, None] * D + o_d[None, :]
-    b_w = _load_columns(weight, o_d, D, W, BW)
-    b_b = _load_bias(bias, o_d, D, BD, BIAS)
+    b_w = load_columns(weight, o_d, D, W, BW)
+    b_b = load_bias(bias, o_d, D, BD, BIAS)
     for i_r in range(i_t * BT, tl.minimum(i_t * BT + BT, n), BR):
         p = (bos + i_r) * D
         b_z = tl.zeros([BR, BD], dtype=tl.float32) + b_b[None, :]
         for j in tl.static_range(W):
             o_p = (i_r - j) + o_r
             m = row_mask((o_p >= 0) & (o_p < n), o_d, D, BD)
-            b_x = tl.load(x + (p - j * D) + o_x, mask=m, other=0.).to(tl.float32)                        # [BR, BD]
+            b_x = tl.load(x + (p - j * D) + o_x, mask=m, other=0.).to(tl.float32)            # [BR, BD]
             if INITIAL:
                 if i_r < j:
-                    b_x += _load_before(initial_state, i_n, o_p, o_d, D, W, BD)
-            b_z += _tap(b_w, j, W, BW)[None, :] * b_x
+                    b_x += load_slots(initial_state, i_n, (i_r - j + W) + o_r, o_d, D, W, BD)
+            b_z += tap(b_w, j, W, BW)[None, :] * b_x
         if SILU:
-            b_z = b_z * tl.sigmoid(b_z)
+            b_z = b_z * sigmoid(b_z)
         m = row_mask(i_r + o_r < n, o_d, D, BD)
         if RESIDUAL:
             b_z += tl.load(residual + p + o_x, mask=m, other=0.).to(tl.float32)
@@ -87,8 +91,8 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
 
 
 @triton.jit
-def _store_final_state(x, initial_state, final_state, i_n, i_d, cu, T, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
-                       BW: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr):
+def _store_final_state(x, initial_state, final_state, i_n, i_d, cu, T, D: tl.constexpr, W: tl.constexpr,
+                       BD: tl.constexpr, BW: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr):
     """The last W rows of one sequence; where it is shorter, the newest slots of its initial state before them."""
     bos, n = sequence(cu, i_n, T, VARLEN)
     o_d = i_d * BD + tl.arange(0, BD)
@@ -97,20 +101,21 @@ def _store_final_state(x, initial_state, final_state, i_n, i_d, cu, T, D: tl.con
     p_h = tl.cast(i_n, tl.int64) * (D * W)
     o_p = (n - W) + o_w
     m = m_d[:, None] & ((o_p >= 0) & (o_w < W))[None, :]
-    b_h = tl.load(x + (bos + n - W) * D + o_w[None, :] * D + o_d[:, None], mask=m, other=0.).to(tl.float32)    # [BD, BW]
+    p_x = x + (bos + n - W) * D + o_w[None, :] * D + o_d[:, None]
+    b_h = tl.load(p_x, mask=m, other=0.).to(tl.float32)                                         # [BD, BW]
+    o_h = o_d[:, None] * W + o_w[None, :]
     if INITIAL:
-        o_s = n + o_w
-        b_h += tl.load(initial_state + p_h + o_d[:, None] * W + o_s[None, :], mask=m_d[:, None] & (o_s < W)[None, :],
-                       other=0.).to(tl.float32)
-    tl.store(final_state + p_h + o_d[:, None] * W + o_w[None, :], b_h.to(final_state.dtype.element_ty),
-             mask=m_d[:, None] & (o_w < W)[None, :])
+        m = m_d[:, None] & (n + o_w < W)[None, :]
+        b_h += tl.load(initial_state + (p_h + n) + o_h, mask=m, other=0.).to(tl.float32)
+    m = m_d[:, None] & (o_w < W)[None, :]
+    tl.store(final_state + p_h + o_h, b_h.to(final_state.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS"])
 def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, chunks, N, T, NT, NTS,
-                 D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-                 SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, INITIAL: tl.constexpr,
-                 STORE_FINAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
+                 D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+                 BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+                 INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
     """Tasks (chunk, D tile) for y, then (sequence, D tile) for the final state, grid-stride."""
     ND: tl.constexpr = (D + BD - 1) // BD
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * ND, tl.num_programs(0)):
@@ -119,11 +124,12 @@ def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, c
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD, BW,
-                            SILU, BIAS, RESIDUAL, INITIAL, VARLEN)
+            _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD,
+                            BW, SILU, BIAS, RESIDUAL, INITIAL, VARLEN)
     if STORE_FINAL:
         for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
-            _store_final_state(x, initial_state, final_state, i_task // ND, i_task % ND, cu, T, D, W, BD, BW, INITIAL, VARLEN)
+            _store_final_state(x, initial_state, final_state, i_task // ND, i_task % ND, cu, T, D, W, BD, BW, INITIAL,
+                               VARLEN)
     if VARLEN:
         zero_rows(y, active_rows(cu, N, T), T, D, ZERO_BLOCK)
 
@@ -135,253 +141,16 @@ def run_conv_forward(x, weight, bias, residual, initial_state, store_final: bool
     state_dtype = x.dtype if initial_state is None else initial_state.dtype
     final_state = x.new_empty(packing.N, D, W, dtype=state_dtype) if store_final else None
     record = record_for("conv_forward", x.device, K=W, V=D, BT=packing.BT, dtype=x.dtype)
-    launch(conv_forward, _programs(record, x, store_final, packing), x, weight, bias, residual, initial_state, y, final_state,
-           packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, record=record, D=D, W=W, BT=packing.BT,
-           BW=triton.next_power_of_2(W), SILU=silu, BIAS=bias is not None, RESIDUAL=residual is not None,
-           INITIAL=initial_state is not None, STORE_FINAL=store_final, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
+    launch(conv_forward, conv_programs(record, x, store_final, packing), x, weight, bias, residual, initial_state, y,
+           final_state, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, record=record, D=D,
+           W=W, BT=packing.BT, BW=triton.next_power_of_2(W), SILU=silu, BIAS=bias is not None,
+           RESIDUAL=residual is not None, INITIAL=initial_state is not None, STORE_FINAL=store_final,
+           VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     return y, final_state
 
 
-def _programs(record, x: torch.Tensor, by_sequence: bool, packing: Packing) -> int:
+def conv_programs(record, x: torch.Tensor, by_sequence: bool, packing: Packing) -> int:
     """Programs for the chunks, for the inactive rows (as many as there would be in chunks) and for the states."""
     tiles = -(-x.shape[-1] // record.tiles["BD"])
     rows = max(packing.NT, -(-packing.rows // packing.BT), packing.N if by_sequence else 0)
     return grid_stride(rows * tiles, record, x.device)
-
-
-# ------------------------------------------------------------------------------------------------ backward
-@triton.jit
-def _strand_mask(first, n, o_r, L: tl.constexpr):
-    """Which of the rows `first + o_r * L` lie in [0, n)."""
-    low = (tl.maximum(-first, 0) + L - 1) // L
-    high = (tl.maximum(n - first, 0) + L - 1) // L
-    return (o_r >= low) & (o_r < high)
-
-
-@triton.jit
-def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr):
-    """Rows `first + o_r * L` of a sequence; p is where row `first` lies."""
-    return tl.load(x + p + o_x, mask=row_mask(_strand_mask(first, n, o_r, L), o_d, D, BD), other=0.)     # [BR, BD]
-
-
-@triton.jit
-def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
-               BR: tl.constexpr, BD: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr):
-    """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
-    if back < W:
-        b_x = _load_strands(x, p - back * D, first - back, n, o_r, o_x, o_d, D, BD, L).to(tl.float32)
-        if INITIAL:
-            if first < back:
-                b_x += _load_before(initial_state, i_n, first - back + o_r * L, o_d, D, W, BD)
-    else:
-        b_x = tl.zeros([BR, BD], dtype=tl.float32)
-    return b_x
-
-
-@triton.jit
-def _weigh(W: tl.constexpr, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
-    """Weighted sum of the first W of eight rows."""
-    b_s = w_0[None, :] * b_0
-    if W > 1:
-        b_s += w_1[None, :] * b_1
-    if W > 2:
-        b_s += w_2[None, :] * b_2
-    if W > 3:
-        b_s += w_3[None, :] * b_3
-    if W > 4:
-        b_s += w_4[None, :] * b_4
-    if W > 5:
-        b_s += w_5[None, :] * b_5
-    if W > 6:
-        b_s += w_6[None, :] * b_6
-    if W > 7:
-        b_s += w_7[None, :] * b_7
-    return b_s
-
-
-@triton.jit
-def _store_weight_gradients(partials, p, o_d, D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr,
-                            b_b, g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7):
-    """One chunk's [W or W + 1, D] partial sums: a row for each weight, oldest tap first, and one for the bias."""
-    p_w = partials + p + (W - 1) * D + o_d
-    m = o_d < D
-    tl.store(p_w, tl.sum(g_0, 0), mask=m)
-    if W > 1:
-        tl.store(p_w - D, tl.sum(g_1, 0), mask=m)
-    if W > 2:
-        tl.store(p_w - 2 * D, tl.sum(g_2, 0), mask=m)
-    if W > 3:
-        tl.store(p_w - 3 * D, tl.sum(g_3, 0), mask=m)
-    if W > 4:
-        tl.store(p_w - 4 * D, tl.sum(g_4, 0), mask=m)
-    if W > 5:
-        tl.store(p_w - 5 * D, tl.sum(g_5, 0), mask=m)
-    if W > 6:
-        tl.store(p_w - 6 * D, tl.sum(g_6, 0), mask=m)
-    if W > 7:
-        tl.store(p_w - 7 * D, tl.sum(g_7, 0), mask=m)
-    if BIAS:
-        tl.store(p_w + D, tl.sum(b_b, 0), mask=m)
-
-
-@triton.jit
-def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_c, i_n, i_t, i_d, cu, T,
-                         D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-                         BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-                         INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, VARLEN: tl.constexpr):
-    """BR strands of L consecutive rows, one step a row. A step needs dz of W - 1 rows after the strand too.
-
-    Eight rows of x and of dz are named since Triton has no arrays of tiles; the compiler drops those beyond W. The rows
-    of the next step are on their way while this one computes.
-    """
-    L: tl.constexpr = BT // BR
-    bos, n = sequence(cu, i_n, T, VARLEN)
-    first = i_t * BT
-    p = (bos + first) * D
-    o_d = i_d * BD + tl.arange(0, BD)
-    o_r = tl.arange(0, BR)
-    o_x = o_r[:, None] * (L * D) + o_d[None, :]
-    b_w = _load_columns(weight, o_d, D, W, BW)
-    b_b = _load_bias(bias, o_d, D, BD, BIAS)[None, :]
-    # Tap j weighs the row j before in z; dx of a row W - 1 before takes the same weights in the other order.
-    w_0 = _tap(b_w, 0, W, BW)
-    w_1 = _tap(b_w, 1, W, BW)
-    w_2 = _tap(b_w, 2, W, BW)
-    w_3 = _tap(b_w, 3, W, BW)
-    w_4 = _tap(b_w, 4, W, BW)
-    w_5 = _tap(b_w, 5, W, BW)
-    w_6 = _tap(b_w, 6, W, BW)
-    w_7 = _tap(b_w, 7, W, BW)
-    v_0 = _tap(b_w, W - 1, W, BW)
-    v_1 = _tap(b_w, W - 2, W, BW)
-    v_2 = _tap(b_w, W - 3, W, BW)
-    v_3 = _tap(b_w, W - 4, W, BW)
-    v_4 = _tap(b_w, W - 5, W, BW)
-    v_5 = _tap(b_w, W - 6, W, BW)
-    v_6 = _tap(b_w, W - 7, W, BW)
-    v_7 = _tap(b_w, W - 8, W, BW)
-    x_1 = _load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_2 = _load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_3 = _load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_4 = _load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_5 = _load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    zero = tl.zeros([BR, BD], dtype=tl.float32)
-    d_1, d_2, d_3, d_4, d_5, d_6, d_7 = zero, zero, zero, zero, zero, zero, zero
-    g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    x_next = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
-    dy_next = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L)
-    for i_s in range(0, tl.minimum(L, n - first) + W - 1, UNROLL):
-        for i_u in tl.static_range(UNROLL):
-            i_p = i_s + i_u
-            x_0 = x_next.to(tl.float32)
-            d_0 = dy_next.to(tl.float32)
-            if DRESIDUAL:
-                tl.store(dresidual + p + i_p * D + o_x, dy_next.to(dresidual.dtype.element_ty),
-                         mask=row_mask(_strand_mask(first + i_p, tl.where(i_p < L, n, 0), o_r, L), o_d, D, BD))
-            x_next = _load_strands(x, p + (i_p + 1) * D, first + i_p + 1, n, o_r, o_x, o_d, D, BD, L)
-            dy_next = _load_strands(dy, p + (i_p + 1) * D, first + i_p + 1, n, o_r, o_x, o_d, D, BD, L)
-            if SILU:
-                b_z = b_b + _weigh(W, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
-                d_0 = d_0 * _silu_gradient(b_z)
-            b_dx = _weigh(W, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
-            i_o = i_p - (W - 1)
-            m_o = _strand_mask(first + i_o, tl.where((i_o >= 0) & (i_o < L), n, 0), o_r, L)
-            if DFINAL:
-                if first + i_o + (BR - 1) * L >= n - W:
-                    o_s = (first + i_o - n + W) + o_r * L
-                    p_s = dfinal + tl.cast(i_n, tl.int64) * (D * W) + o_d[None, :] * W + o_s[:, None]
-                    b_dx += tl.load(p_s, mask=row_mask((o_s >= 0) & (o_s < W), o_d, D, BD), other=0.).to(tl.float32)
-            tl.store(dx + p + i_o * D + o_x, b_dx.to(dx.dtype.element_ty), mask=row_mask(m_o, o_d, D, BD))
-            d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
-            d_0 = tl.where(i_p < L, d_0, 0.0)         # rows after the strand are counted where they belong
-            g_b += d_0
-            g_0 += d_0 * x_0
-            g_1 += d_0 * x_1
-            g_2 += d_0 * x_2
-            g_3 += d_0 * x_3
-            if W > 4:
-                g_4 += d_0 * x_4
-                g_5 += d_0 * x_5
-                g_6 += d_0 * x_6
-                g_7 += d_0 * x_7
-            x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
-    R: tl.constexpr = W + 1 if BIAS else W
-    _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (R * D), o_d, D, W, BIAS,
-                            g_b, g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7)
-
-
-@triton.jit
-def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_n, i_d, cu, T, D: tl.constexpr,
-                            W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-                            DFINAL: tl.constexpr, VARLEN: tl.constexpr):
-    """Slot w feeds rows 0 to w - 1, and slot w - n of the final state of a sequence shorter than that."""
-    bos, n = sequence(cu, i_n, T, VARLEN)
-    o_d = i_d * BD + tl.arange(0, BD)
-    o_w = tl.arange(0, BW)
-    m_d = o_d < D
-    p_h = tl.cast(i_n, tl.int64) * (D * W)
-    o_h = o_d[:, None] * W + o_w[None, :]
-    b_w = _load_columns(weight, o_d, D, W, BW)
-    b_b = _load_bias(bias, o_d, D, BD, BIAS)
-    b_dh = tl.zeros([BD, BW], dtype=tl.float32)
-    if DFINAL:
-        m = m_d[:, None] & ((o_w >= n) & (o_w < W))[None, :]
-        b_dh += tl.load(dfinal + (p_h - n) + o_h, mask=m, other=0.).to(tl.float32)
-    for i_p in tl.static_range(W - 1):
-        b_dz = tl.load(dy + (bos + i_p) * D + o_d, mask=o_d < tl.where(n > i_p, D, 0), other=0.).to(tl.float32)
-        if SILU:
-            o_p = (i_p - W + 1) + o_w                 # the row that column w weighs
-            m = m_d[:, None] & ((o_p >= 0) & (o_w < W) & (o_p < n))[None, :]
-            b_x = tl.load(x + (bos + i_p - W + 1) * D + o_w[None, :] * D + o_d[:, None], mask=m, other=0.).to(tl.float32)
-            m = m_d[:, None] & (o_p < 0)[None, :]
-            b_x += tl.load(initial_state + (p_h + i_p + 1) + o_h, mask=m, other=0.).to(tl.float32)
-            b_dz *= _silu_gradient(b_b + tl.sum(b_w * b_x, 1))
-        m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
-        b_dh += b_dz[:, None] * tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
-    tl.store(dinitial + p_h + o_h, b_dh.to(dinitial.dtype.element_ty), mask=m_d[:, None] & (o_w < W)[None, :])
-
-
-@triton.jit(do_not_specialize=["N", "T", "NT", "NTS"])
-def conv_backward(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, dinitial, partials, cu, chunks, N, T, NT, NTS,
-                  D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-                  UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, INITIAL: tl.constexpr, DFINAL: tl.constexpr,
-                  DRESIDUAL: tl.constexpr, DINITIAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
-    """Tasks (chunk, D tile) for dx, dresidual and the partial sums, then (sequence, D tile) for dinitial, grid-stride."""
-    ND: tl.constexpr = (D + BD - 1) // BD
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * ND, tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // ND, NTS, VARLEN)
-        live = True
-        if GRAPH_CAPTURE:
-            live = (i_n >= 0) & (i_n < N)
-        if live:
-            _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_task // ND, i_n, i_t,
-                                 i_task % ND, cu, T, D, W, BT, BR, BD, BW, UNROLL, SILU, BIAS, INITIAL, DFINAL, DRESIDUAL,
-                                 VARLEN)
-    if DINITIAL:
-        for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
-            _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_task // ND, i_task % ND, cu, T,
-                                    D, W, BD, BW, SILU, BIAS, DFINAL, VARLEN)
-    if VARLEN:
-        zero_rows(dx, active_rows(cu, N, T), T, D, ZERO_BLOCK)
-        if DRESIDUAL:
-            zero_rows(dresidual, active_rows(cu, N, T), T, D, ZERO_BLOCK)
-
-
-def run_conv_backward(x, weight, bias, residual_dtype, initial_state, dy, dfinal, silu: bool, packing: Packing):
-    """Gradients of x, weight, bias, residual and initial_state, each None where its argument is None."""
-    D, W = weight.shape
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    dresidual = None if residual_dtype is None else torch.empty_like(x, dtype=residual_dtype)
-    dinitial = None if initial_state is None else torch.empty_like(initial_state)
-    partials = torch.empty(packing.NT, W if bias is None else W + 1, D, dtype=torch.float32, device=x.device)
-    record = record_for("conv_backward", x.device, K=W, V=D, BT=packing.BT, dtype=x.dtype)
-    launch(conv_backward, _programs(record, x, dinitial is not None, packing), x, weight, bias, initial_state, dy, dfinal,
-           dx, dresidual, dinitial, partials, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS,
-           record=record, D=D, W=W, BT=packing.BT, BW=triton.next_power_of_2(W), SILU=silu, BIAS=bias is not None,
-           INITIAL=initial_state is not None, DFINAL=dfinal is not None, DRESIDUAL=dresidual is not None,
-           DINITIAL=dinitial is not None, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
-    reduce_partials_into(partials, packing, dweight.t(), dbias)
-    return dx, dweight, dbias, dresidual, dinitial

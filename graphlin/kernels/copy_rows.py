@@ -13,7 +13,7 @@ from graphlin.kernels.launch import grid_stride, launch, record_for
 @triton.jit(do_not_specialize=["N", "T", "previous"])
 def copy_active_rows(x, y, cu, static_cu, N, T, previous, T_MAX, inner, outer, N_MAX: tl.constexpr,
                      HAS_CU: tl.constexpr, FILL_CU: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
-    """x `[outer, T, inner]` into y `[outer, T_MAX, inner]`: rows below `cu[N]` copied, rows from there to `previous` zeroed.
+    """x `[outer, T, inner]` into y `[outer, T_MAX, inner]`: rows below `cu[N]` copied, from there to `previous` zeroed.
 
     A row that is not active is not even loaded, so what lies in it can't reach the buffer. With FILL_CU entries past N
     of static_cu become `cu[N]`: the sequences that a smaller batch lacks are empty.
@@ -60,12 +60,18 @@ class RowCopy:
         """
         tokens, inner, outer = self._sizes
         rows = x.shape[self._dim]
-        in_place = x.data_ptr() == self.static.data_ptr() and rows == tokens
-        if in_place and static_cu is None:
+        if x.data_ptr() == self.static.data_ptr() and rows == tokens:
             self.previous = tokens
-            return
+            if static_cu is None:
+                return
+            outer = 0  # no rows, the tail of static_cu alone
         launch(copy_active_rows, self._grid, x.contiguous(), self.static, cu, static_cu,
-               0 if cu is None else cu.shape[0] - 1, rows, 0 if in_place else self.previous, tokens, inner,
-               0 if in_place else outer, record=self._record, N_MAX=0 if static_cu is None else static_cu.shape[0] - 1,
-               HAS_CU=cu is not None, FILL_CU=static_cu is not None)
+               0 if cu is None else cu.shape[0] - 1, rows, self.previous, tokens, inner, outer, record=self._record,
+               N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=cu is not None,
+               FILL_CU=static_cu is not None)
         self.previous = rows
+
+    def clear(self) -> None:
+        """Zeroes the whole buffer."""
+        self.static.zero_()
+        self.previous = 0

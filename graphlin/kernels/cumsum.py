@@ -45,6 +45,7 @@ def run_chunk_local_cumsum(g: torch.Tensor, packing: Packing, reverse: bool) -> 
     width = g[0, 0].numel()
     record = record_for("chunk_local_cumsum", g.device, BT=packing.BT)
     tasks = packing.NT * -(-width // record.tiles["BX"])
-    launch(chunk_local_cumsum, grid_stride(tasks, record, g.device), g, out, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS,
-           record=record, X=width, BT=packing.BT, REVERSE=reverse, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
+    launch(chunk_local_cumsum, grid_stride(tasks, record, g.device), g, out, packing.cu, packing.chunks, packing.N, packing.T,
+           packing.NT, packing.NTS, record=record, X=width, BT=packing.BT,
+           REVERSE=reverse, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     return out

@@ -16,11 +16,13 @@ MIN_LOG_DECAY = tl.constexpr(-104.0)
 
 @triton.jit
 def softplus(x):
+    """`log(1 + exp(x))` without overflow."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit
 def sigmoid(x):
+    """`1 / (1 + exp(-x))` without overflow."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0 / (1.0 + e), e / (1.0 + e))
 

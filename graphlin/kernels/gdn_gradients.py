@@ -1,7 +1,8 @@
 """Gated DeltaNet, the gradients of q, k, g and beta, in three launches that split by the tiles they hold.
 
-pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ and D = stril(Γ∘(s q kᵀ∘F − k kᵀ∘H)),
-    X = (s stril(Γ∘F) + diag(s F))B and W = −stril(Γ∘H)B summed over the value heads of a key head, and the pairs' share of dg, dβ.
+pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ, D = stril(Γ∘(s q kᵀ∘F − k kᵀ∘H)),
+    X = (s stril(Γ∘F) + diag(s F))B and W = −stril(Γ∘H)B, summed over the value heads of a key head, and the pairs' share of
+    dg and dβ.
 states (C x K tiles): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ.
 finish: the l2 norm's, gate's and sigmoid's own gradients.
 dg takes pair terms from C x C tiles: a pair outside j < t <= i then cancels exactly, which row dots of rounded products do not.
@@ -242,7 +243,7 @@ def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, E: torch.Tensor,
                   dv: torch.Tensor, St: torch.Tensor, Rt: torch.Tensor, work: Operands, prologue: Prologue, packing: Packing,
                   scale: float) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dg, dbeta like their inputs, and per chunk `[NT, 2, HV]` the partials of dA_log and ddt_bias (None without gate)."""
+    """dq, dk, dg, dbeta like their inputs, and the partials of dA_log, ddt_bias `[NT, 2, HV]` by chunk (None without gate)."""
     (H, K), (HV, V), BT, NS = q.shape[2:], do.shape[2:], packing.BT, packing.NS
     pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     states = record_for("gdn_state_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)

@@ -1,8 +1,8 @@
 """Sums over chunks in a fixed order: gradients of parameters that every token shares.
 
-Kernels leave one float32 row of partial sums for each row of the chunk table. Block after block of BR rows is added to
-a tile, row to row, and the tile is summed at the end: an order that knows neither how many chunks a tier allows nor what
-lies in the rows of unused ones, which are never read.
+Kernels leave one float32 row of partial sums for each row of the chunk table. Block after block of BR rows is added
+to a tile, row to row, and the tile is summed at the end: an order that knows neither how many chunks a tier allows nor
+what lies in the rows of unused ones, which are never read.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _used_chunks(chunks, NT, GRAPH_CAPTURE: tl.constexpr):
 @triton.jit(do_not_specialize=["NT"])
 def sum_chunks(partials, first, second, chunks, NT, s_row, s_column, R: tl.constexpr, RF: tl.constexpr, X: tl.constexpr,
                BR: tl.constexpr, BX: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
-    """One program for BX columns of one of R rows: partials [NT, R, X]; the first RF rows go to `first`, the last to `second`."""
+    """One program for BX columns of one of the R rows of partials [NT, R, X]; rows below RF go to `first`."""
     NX: tl.constexpr = (X + BX - 1) // BX
     i_r = tl.program_id(0) // NX
     o_x = tl.program_id(0) % NX * BX + tl.arange(0, BX)
@@ -39,7 +39,7 @@ def sum_chunks(partials, first, second, chunks, NT, s_row, s_column, R: tl.const
     for i_c in range(0, count, BR):
         p = partials + tl.cast(i_c, tl.int64) * (R * X) + i_r * X
         m = (i_c + o_c < count)[:, None] & m_x[None, :]
-        b_sum += tl.load(p + o_c[:, None] * (R * X) + o_x[None, :], mask=m, other=0.)                     # [BR, BX]
+        b_sum += tl.load(p + o_c[:, None] * (R * X) + o_x[None, :], mask=m, other=0.)            # [BR, BX]
     b_sum = tl.sum(b_sum, 0)
     if i_r < RF:
         tl.store(first + i_r * s_row + o_x * s_column, b_sum.to(first.dtype.element_ty), mask=m_x)
@@ -47,16 +47,17 @@ def sum_chunks(partials, first, second, chunks, NT, s_row, s_column, R: tl.const
         tl.store(second + o_x, b_sum.to(second.dtype.element_ty), mask=m_x)
 
 
-def reduce_partials_into(partials: torch.Tensor, packing: Packing, first: torch.Tensor, second: torch.Tensor | None = None) -> None:
-    """Sums partials `[NT, R, X]` over their chunks into `first` `[RF, X]`, of any strides, and `second` `[X]`, if R is RF + 1.
+def reduce_partials_into(partials: torch.Tensor, packing: Packing, first: torch.Tensor,
+                         second: torch.Tensor | None = None) -> None:
+    """Sums float32 partials `[NT, R, X]` over chunks into `first` `[RF, X]` and, if R is RF + 1, `second` `[X]`.
 
-    Row i of the partials belongs to row i of the chunk table, or to the i-th chunk of dense input. Rows of sentinels may hold
-    anything. The results have the dtypes of `first` and `second`.
+    Row i of the partials belongs to row i of the chunk table, or to the i-th chunk of dense input; rows of sentinels
+    may hold anything. `first` may have any strides, both any float dtype.
     """
     _, R, X = partials.shape
     record = record_for("sum_chunks", partials.device, V=X)
-    launch(sum_chunks, R * -(-X // record.tiles["BX"]), partials, first, second, packing.chunks, packing.NT, *first.stride(),
-           record=record, R=R, RF=first.shape[0], X=X, GRAPH_CAPTURE=packing.capture)
+    launch(sum_chunks, R * -(-X // record.tiles["BX"]), partials, first, second, packing.chunks, packing.NT,
+           *first.stride(), record=record, R=R, RF=first.shape[0], X=X, GRAPH_CAPTURE=packing.capture)
 
 
 def reduce_partials(partials: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 import torch
 
-from graphlin.kernels.conv import MAX_WIDTH, run_conv_backward, run_conv_forward
+from graphlin.kernels.conv import MAX_WIDTH, run_conv_forward
+from graphlin.kernels.conv_backward import run_conv_backward
 from graphlin.kernels.packing import Packing
 from graphlin.ops.chunks import resolve_packing
 from graphlin.ops.validation import check_tensor
@@ -18,30 +19,31 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Depthwise causal convolution over dense or packed sequences, differentiable in every tensor argument.
 
-    `y[t] = act(bias + Σ_j weight[:, W-1-j] · x[t-j]) + residual[t]`, j from 0 to W-1, where rows before the first of a sequence
-    come from its initial state (the operator of Tri Dao's causal-conv1d and of flash-linear-attention). Sums are float32. Packed
-    input is processed without a host sync and can be captured; a sequence's rows do not depend on the rest of the batch, nor on
-    chunk_size, bit for bit.
+    `y[t] = act(bias + Σ_j weight[:, W-1-j] · x[t-j]) + residual[t]`, j from 0 to W-1, where rows before the first of a
+    sequence come from its initial state (the operator of Tri Dao's causal-conv1d and of flash-linear-attention). Sums
+    are float32. Packed input is processed without a host sync and can be captured; a sequence's results do not depend
+    on the rest of the batch, nor y and the gradient of x on chunk_size, bit for bit.
 
     Args:
         x: `[B, T, D]`, float32, float16 or bfloat16.
         weight: `[D, W]`, any of these dtypes; W from 1 to 8, the last column weighs the token itself.
         bias: `[D]`, any of these dtypes, default none.
         residual: `[B, T, D]`, any of these dtypes, added after the activation; default none.
-        initial_state: `[N, D, W]`, any of these dtypes: the W inputs before the first, slot W-1 the newest; default zeros. N is
-            B, or the number of packed sequences.
+        initial_state: `[N, D, W]`, any of these dtypes: the W inputs before the first, slot W-1 the newest; default
+            zeros. N is B, or the number of packed sequences.
         output_final_state: return the last W inputs of each sequence, to be the initial state of what follows.
         activation: None, "silu" or "swish" (the same).
-        cu_seqlens: `[N + 1]` int32 or int64 on x's device, cumulative lengths of the packed sequences; B must be 1. Rows at and
-            after `cu_seqlens[-1]` are inactive: never read, and 0 in y and in every gradient.
+        cu_seqlens: `[N + 1]` int32 or int64 on x's device, cumulative lengths of the packed sequences; B must be 1.
+            Rows at and after `cu_seqlens[-1]` are inactive: never read, and 0 in y and in every gradient.
         chunk_indices: table of `prepare_chunk_indices` for the same cu_seqlens and chunk_size; built if None.
         chunk_size: 16, 32 or 64 rows that one program works on.
-        graph_capture: None or True: the static path, no host sync. False: an exact grid, whose table is chunk_indices (without
-            sentinels) or is read from cu_seqlens on the host.
+        graph_capture: None or True: the static path, no host sync. False: an exact grid, whose table is chunk_indices
+            (without sentinels) or is read from cu_seqlens on the host.
         validate: check the values of cu_seqlens (a host sync; refused inside a capture).
 
     Returns:
-        y `[B, T, D]` in x's dtype, and the final state `[N, D, W]` in the initial state's dtype (x's without one), or None.
+        y `[B, T, D]` in x's dtype, and the final state `[N, D, W]` or None. The final state has the initial state's
+        dtype, so that states of float32 stay float32 from call to call; without an initial state, x's.
 
     Raises:
         TypeError, ValueError: naming the argument, the expected and the found value.
@@ -77,9 +79,11 @@ class CausalConv1d(torch.autograd.Function):
     def backward(ctx, dy, dfinal):
         x, weight, bias, initial_state = ctx.saved_tensors
         residual_dtype, silu, packing = ctx.options
+        _, _, _, want_residual, want_initial, *_ = ctx.needs_input_grad
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
-        grads = run_conv_backward(x, weight, bias, residual_dtype, initial_state, dy, dfinal, silu, packing)
+        grads = run_conv_backward(x, weight, bias, initial_state, dy, dfinal, residual_dtype if want_residual else None,
+                                  want_initial, silu, packing)
         return *grads, None, None, None
 
 

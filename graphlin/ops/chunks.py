@@ -87,8 +87,8 @@ def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None,
         check_tensor("chunk_indices", chunk_indices, shape=("NT", 2), dtypes=(torch.int32, torch.int64), like=x)
         needed = max_chunks(tokens, seqs, chunk_size)
         if capture and chunk_indices.shape[0] < needed:
-            raise ValueError(f"chunk_indices: expected at least {needed} rows for {tokens} tokens in {seqs} sequences at chunk_size "
-                             f"{chunk_size}, found {chunk_indices.shape[0]}; build it with prepare_chunk_indices, "
+            raise ValueError(f"chunk_indices: expected at least {needed} rows for {tokens} tokens in {seqs} sequences at "
+                             f"chunk_size {chunk_size}, found {chunk_indices.shape[0]}; build it with prepare_chunk_indices, "
                              "or pass graph_capture=False with an exact table")
         chunks = chunk_indices.contiguous()
     elif capture:

@@ -101,7 +101,7 @@ def delta_rule_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         o, state = checkpoint(_segment, q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state, scale,
                               use_reentrant=False, preserve_rng_state=False)
         outputs.append(o)
-    return torch.cat(outputs, 1) if outputs else torch.zeros_like(v), state
+    return torch.cat(outputs, 1) if outputs else v, state
 
 
 def _segment(q, k, v, g, beta, state, scale):
@@ -207,3 +207,38 @@ def chunk_local_cumsum_reference(g: Tensor, chunk_size: int = 64, reverse: bool 
             chunk = _compute(g[:, rows])
             sums[:, rows] = chunk.flip(1).cumsum(1).flip(1) if reverse else chunk.cumsum(1)
     return sums
+
+
+def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+                            initial_state: Tensor | None = None, output_final_state: bool = False,
+                            activation: str | None = None, *,
+                            cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Short causal convolution, one sequence at a time.
+
+        y_t = act(bias + sum_j weight[:, W-1-j] x_{t-j}) + residual_t
+
+    with j from 0 to W-1 and the rows before a sequence's first from its initial state, whose last slot is the newest.
+    Arguments are those of `causal_conv1d`: x, residual `[B, T, D]`, weight `[D, W]`, bias `[D]`, states `[N, D, W]`,
+    activation None, "silu" or "swish", cu_seqlens `[N + 1]`. Arithmetic and results are float64 for float64 inputs and
+    float32 otherwise. Rows at and after `cu_seqlens[-1]` are never read and come out as 0.
+
+    >>> y, final_state = causal_conv1d_reference(x, weight, activation="silu", output_final_state=True)
+    """
+    tokens, width = x.shape[1], weight.shape[1]
+    x, weight = _compute(x), _compute(weight)
+    sequences = list(x) if cu_seqlens is None else [x[0, a:b] for a, b in pairwise(cu_seqlens.tolist())]
+    outputs, states = [], []
+    for i, rows in enumerate(sequences):
+        before = x.new_zeros(width, x.shape[2]) if initial_state is None else initial_state[i].to(x.dtype).T
+        extended = torch.cat([before, rows])
+        outputs.append(torch.einsum("tdw,dw->td", extended.unfold(0, width, 1)[1:], weight))
+        states.append(extended[len(rows):].T)
+    y = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
+    if bias is not None:
+        y = y + bias
+    if activation is not None:
+        y = F.silu(y)
+    if residual is not None:
+        y = y + residual[:, :y.shape[1]]
+    y = F.pad(y, (0, 0, 0, tokens - y.shape[1]))
+    return y, torch.stack(states) if output_final_state else None

@@ -11,7 +11,7 @@ BASE = {"graphlin.errors", "graphlin.chunking"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.graphed", "graphlin.capture",
            "graphlin.price", "graphlin.verify"}
-DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.frames", "graphlin.backends.host.interpreter"}
+DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.host.interpreter"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.

@@ -100,10 +100,10 @@ def tolerance_name(parameter):
     return {"A_log": "dA_log", "dt_bias": "ddt_bias", "a_proj.weight": "dg", "b_proj.weight": "dbeta"}.get(parameter, "dweight")
 
 
-def run(layer, hidden, cu):
+def run(layer, hidden, cu, call=None):
     """Output and gradients of one packed call; the loss weighs row i the same whatever rows follow it."""
     layer.zero_grad()
-    y = layer(hidden, cu)
+    y = (call or layer)(hidden, cu)
     rows, columns = (torch.arange(n, device=y.device) for n in y.shape[1:])
     backward_through([y], [torch.sin(1 + rows[:, None] * 1.7 + columns * 2.3)])
     return y.detach(), gradients(layer)
@@ -255,6 +255,40 @@ def test_autocast_keeps_parameters_and_their_gradients_in_float32(device):
     assert y.dtype == torch.bfloat16
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert similarity(y, layer(hidden, cu)) > 0.9995
+
+
+def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device):
+    layer = make_layer(device)
+    graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
+    hidden, cu = make_hidden(layer, 32).requires_grad_(), cumulative(device, 0, 0, 0, 0)
+    for values in ([0, 7, 32, 32], [0, 12, 12, 21], [0, 31, 31, 31]):
+        cu.copy_(torch.tensor(values))
+        hidden.grad = None
+        y, found = run(layer, hidden, cu, call=graphed)
+        dx, hidden.grad = hidden.grad, None
+        expected, expected_gradients = run(layer, hidden, cu)
+        assert torch.equal(y, expected), values
+        assert torch.equal(dx, hidden.grad), values
+        assert not dx[:, values[-1]:].any() and not y[:, values[-1]:].any()
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected_gradients[name]), (name, values)
+    assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (3, 3, {})
+
+
+def test_captured_layer_passes_states_on_at_its_own_sizes(device):
+    layer = make_layer(device)
+    graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
+    with torch.no_grad():
+        states, eager_states = (make_states(layer, 2),) * 2
+        for tokens, cu in ((20, (0, 3, 20)), (9, (0, 9, 9))):
+            hidden = make_hidden(layer, tokens)
+            y, states = graphed(hidden, cumulative(device, *cu), initial_state=states, output_final_state=True)
+            expected, eager_states = layer(hidden, cumulative(device, *cu), initial_state=eager_states,
+                                           output_final_state=True)
+            for name, ours, theirs in zip(("o", "ht", "final", "final", "final"), (y, *states), (expected, *eager_states),
+                                          strict=True):
+                assert_close_rms(name, ours, theirs, torch.float32)
+    assert (graphed.stats.replays, graphed.stats.eager) == (2, {})
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from graphlin.ops.causal_conv1d import causal_conv1d
 from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
 from tests.inputs import cu_of, run
 
@@ -99,16 +100,18 @@ def _count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((_bits(a) != _bits(b)).sum())
 
 
-_GDN = {"q": (1, 16), "k": (1, 16), "v": (2, 16), "beta": (2,), "g": (2,)}
-
 OP_CASES = [
-    OpCase("gdn", chunk_gated_delta_rule, tokens=_GDN, output=(2, 16), state=(2, 16, 16), parameters={},
-           options={"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "chunk_size": 16,
-                    "scale": 0.5}, log_decay="g"),
-    OpCase("gdn_gate", chunk_gated_delta_rule, tokens=_GDN, output=(2, 16), state=(2, 16, 16),
-           parameters={"A_log": (2,), "dt_bias": (2,)},
+    OpCase("conv", causal_conv1d, tokens={"x": (24,), "residual": (24,)}, output=(24,), state=(24, 4),
+           parameters={"weight": (24, 4), "bias": (24,)}, options={"activation": "silu", "chunk_size": 16}),
+    OpCase("gdn_gate", chunk_gated_delta_rule,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (2, 16), "beta": (2,), "g": (2,)},
+           output=(2, 16), state=(2, 16, 16), parameters={"A_log": (2,), "dt_bias": (2,)},
            options={"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
                     "allow_neg_eigval": True, "chunk_size": 16}),
+    OpCase("gdn", chunk_gated_delta_rule,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1,)}, log_decay="g",
+           output=(1, 16), state=(1, 16, 16), parameters={},
+           options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
 ]
 
 each_op = pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)

@@ -1,5 +1,6 @@
 """The contract of every packed op under capture: no host sync, and a replay that equals eager to the bit."""
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -10,17 +11,24 @@ from graphlin.errors import HostSync
 from tests.inputs import cu_of
 from tests.ops.op_cases import assert_bitwise, each_op
 
-TOKENS, SEQS = 64, 4
-PACKS = [(16, 16, 16, 16), (5, 19, 40, 0), (10, 10, 17, 0), (64, 0, 0, 0), (0, 1, 0, 3), (0, 0, 0, 0), (33, 31, 0, 0)]
+TOKENS, SEQS = 48, 4
+PACKS = [(16, 16, 16), (5, 19, 2, 22), (0, 10, 0, 17), (48,), (1, 0, 0, 3), ()]
 SYNCS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero")
+
+
+def padded_cu(lengths, device):
+    """cu_seqlens of SEQS sequences, the last ones of length 0."""
+    return cu_of((*lengths, *[0] * (SEQS - len(lengths))), device)
 
 
 @contextmanager
 def no_host_sync(device, monkeypatch):
     """Raises where the host reads a device value, other than inside the interpreter that stands for a kernel."""
     if device.type != "cpu":
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")     # the mode is a prototype, says PyTorch
+                torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -63,29 +71,29 @@ def test_the_sync_check_itself_catches_a_sync(device, monkeypatch):
 
 
 @each_op
-@pytest.mark.parametrize("graph_capture", [None, True])
-def test_the_packed_path_never_waits_for_the_device(case, device, monkeypatch, graph_capture):
-    drawn, cu = case.draw(TOKENS, SEQS, device), cu_of(PACKS[1], device)
+def test_the_packed_path_never_waits_for_the_device(case, device, monkeypatch):
+    drawn, cu = case.draw(TOKENS, SEQS, device), padded_cu(PACKS[1], device)
     case.run(drawn, cu)                                   # compiles
     with no_host_sync(device, monkeypatch):
-        results = case.run(drawn, cu, graph_capture=graph_capture)
+        results = case.run(drawn, cu)
     assert results["o"].isfinite().all()
 
 
 @each_op
 def test_the_exact_path_does_wait(case, device, monkeypatch):
     """So that the test above can fail: `graph_capture=False` reads cu_seqlens on the host."""
-    drawn, cu = case.draw(TOKENS, SEQS, device), cu_of(PACKS[1], device)
+    drawn, cu = case.draw(TOKENS, SEQS, device), padded_cu(PACKS[1], device)
     with pytest.raises((AssertionError, RuntimeError), match="sync"), no_host_sync(device, monkeypatch):
         case.run(drawn, cu, graph_capture=False)
 
 
 @each_op
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.device_only)],
+                         ids=lambda d: str(d)[6:])
 def test_a_replay_equals_eager_for_every_pack_in_the_same_buffers(case, device, dtype):
     """cases.md: lengths replayed in turn in one graph of forward and backward; inactive rows come out 0."""
     backend = get_backend(device)
-    static, cu = case.draw(TOKENS, SEQS, device, dtype), cu_of(PACKS[0], device)
+    static, cu = case.draw(TOKENS, SEQS, device, dtype), padded_cu(PACKS[0], device)
     stream = backend.side_stream(device)
     with backend.stream(stream):
         case.run(static, cu)                              # compiles
@@ -98,7 +106,7 @@ def test_a_replay_equals_eager_for_every_pack_in_the_same_buffers(case, device, 
             x.copy_(fresh[name])
             if case.by_token(name):
                 x[:, sum(lengths):] = float("nan")
-        cu.copy_(cu_of(lengths, device))
+        cu.copy_(padded_cu(lengths, device))
         for x in captured.values():
             x.fill_(float("nan"))
         graph.replay()
@@ -115,10 +123,10 @@ def test_a_replay_equals_eager_for_every_pack_in_the_same_buffers(case, device, 
 @each_op
 def test_the_exact_path_is_refused_inside_a_capture(case, device):
     backend = get_backend(device)
-    drawn, cu = case.draw(TOKENS, SEQS, device), cu_of(PACKS[0], device)
-    case.run(drawn, cu)
+    drawn, cu = case.draw(TOKENS, SEQS, device), padded_cu(PACKS[0], device)
+    expected = case.run(drawn, cu)
     for options in ({"graph_capture": False}, {"validate": True}):
         with pytest.raises(HostSync, match="cu_seqlens"), \
                 backend.capture(pool=backend.new_pool(), stream=backend.side_stream(device), error_mode="thread_local"):
             case.run(drawn, cu, **options)
-    assert_bitwise(case.run(drawn, cu), case.run(drawn, cu), "after a refused capture")
+    assert_bitwise(case.run(drawn, cu), expected, "after a refused capture")

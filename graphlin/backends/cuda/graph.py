@@ -1,6 +1,7 @@
 """CUDA graphs: captures that fail before they break, and end clean when they do not."""
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -46,8 +47,8 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
 def syncs_refused() -> Iterator[None]:
     """Turns a host sync of the body into HostSync, raised before the device is asked to wait."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_sync_debug_mode("error")
         yield
     except RuntimeError as error:
         if _SYNC_ERROR not in str(error):
@@ -56,6 +57,13 @@ def syncs_refused() -> Iterator[None]:
                        "cannot repeat that. Keep the value on the device (masks, torch.where, bounded sizes) or "
                        "compute it outside the block.") from error
     finally:
+        _set_sync_debug_mode(mode)
+
+
+def _set_sync_debug_mode(mode: str | int) -> None:
+    """PyTorch warns once in a process that the mode is a prototype; where warnings are errors, that must not stop a capture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
 
 

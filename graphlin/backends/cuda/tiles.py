@@ -16,30 +16,62 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=1)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    wide = K > 128 or dtype == torch.float32
-    tiles = dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, 16 if K > 128 and dtype == torch.float32 else 32 if wide or arch == "sm_80" else 64))
-    return LaunchRecord(tiles, num_warps=8 if wide else 4, num_stages=1 if wide else 2)
+    if K > 128 or dtype == torch.float32:
+        rows = 16 if K > 128 and dtype == torch.float32 else 32
+        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows)), num_warps=8)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32)), num_stages=2)
 
 
-def _gradients(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _two_recurrences(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    if K > 128 or dtype == torch.float32 or arch != "sm_90":
+        return _recurrence(arch, K, V, dtype)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64)), num_stages=2)
+
+
+def _pairs(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    if dtype == torch.float32 or arch != "sm_90":
+        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), BV=_block(V, 32)), num_warps=8, num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)), num_stages=3)
+
+
+def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    if dtype == torch.float32:
+        BK, BV = 32, 32
+    elif arch != "sm_90":
+        BK, BV = 32, 64
+    else:
+        BK, BV = 128, 128
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, BK), BV=_block(V, BV)), num_warps=8, num_stages=2)
+
+
+def _kda_prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), PREC_INV="tf32x3"))
+
+
+def _kda_inter(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     rows = 32 if dtype == torch.float32 else 64
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if arch == "sm_80" else rows), BV=_block(V, rows)), num_warps=8, num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if arch == "sm_80" else rows), BV=_block(V, rows)), num_warps=8,
+                        num_stages=2)
+
+
+def _kda_intra(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if dtype == torch.float32 else 64), REV_SCAN=True), num_warps=8)
 
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread."""
-    return LaunchRecord(dict(BR=16, BD=_block(V, 512 // dtype.itemsize)), num_warps=4, waves=8)
+    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=8)
 
 
 def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    """One warp walks down 512 bytes of a row at a time; several strands of rows where a row is narrower."""
-    width = 512 // dtype.itemsize
+    """A warp walks down 512 bytes of a row at a time, or half of that where more than four taps need the registers."""
+    width = (512 if K <= 4 else 256) // dtype.itemsize
     BD = _block(V, width)
-    return LaunchRecord(dict(BR=min(16, width // BD), BD=BD, UNROLL=4), num_warps=1, waves=16)
+    return LaunchRecord(dict(BR=min(16, 2 * width // BD), BD=BD, UNROLL=4), num_warps=2, waves=16)
 
 
 _RECORDS = {
@@ -50,14 +82,14 @@ _RECORDS = {
     "conv_backward": _conv_backward,
     "gdn_prep": _prep,
     "delta_recurrence": _recurrence,
-    "delta_two_recurrences": _recurrence,
-    "gdn_pair_gradients": _gradients,
-    "gdn_state_gradients": _gradients,
-    "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8),
-    "kda_prep": lambda arch, K, V, dtype: LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=4, num_stages=1),
-    "kda_inter_gradients": _gradients,
-    "kda_intra_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), REV_SCAN=True), num_warps=8, num_stages=1),
-    "kda_finish_gradients": lambda arch, K, V, dtype: LaunchRecord({}, num_warps=8),
+    "delta_two_recurrences": _two_recurrences,
+    "gdn_pair_gradients": _pairs,
+    "gdn_state_gradients": _states,
+    "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
+    "kda_prep": _kda_prep,
+    "kda_inter_gradients": _kda_inter,
+    "kda_intra_gradients": _kda_intra,
+    "kda_finish_gradients": lambda arch, K, V, dtype: LaunchRecord({}, num_warps=8, waves=8),
     "sum_chunks": lambda arch, K, V, dtype: LaunchRecord(dict(BR=32, BX=64)),
 }
 

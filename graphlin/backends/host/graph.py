@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             _refuse_host_read(str(func))
         if _is_python_op(func):
             with self:  # the op's own kernel, so that what it does is recorded instead of its Python
-                return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         fixed_args, fixed_kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         out = func(*args, **kwargs)
         self._append(func, fixed_args, fixed_kwargs, out)

@@ -1,0 +1,268 @@
+"""Short causal convolution, backward: gradients of x, weight, bias, residual and both states.
+
+With `p` a token's position in its sequence of n tokens and `z` as in `conv`:
+    dz = dy silu'(z) or dy,   dx_p = Σ_j weight[W-1-j] dz_(p+j) + dfinal[p-n+W],   dweight[W-1-j] = Σ_p dz_p x_(p-j)
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from graphlin.kernels.common import active_rows, chunk, chunk_count, row_mask, sequence, zero_rows
+from graphlin.kernels.conv import ZERO_BLOCK, conv_programs, load_bias, load_columns, load_slots, sigmoid, tap
+from graphlin.kernels.launch import launch, record_for
+from graphlin.kernels.packing import Packing
+from graphlin.kernels.reduce import reduce_partials_into
+
+
+@triton.jit
+def _silu_gradient(b_z):
+    """`s + s z (1 - s)` with s the sigmoid of z."""
+    b_s = sigmoid(b_z)
+    return b_s + b_s * (b_z - b_z * b_s)
+
+
+@triton.jit
+def _strand_mask(first, n, o_r, L: tl.constexpr):
+    """Which of the rows `first + o_r * L` lie in [0, n)."""
+    low = (tl.maximum(-first, 0) + L - 1) // L
+    high = (tl.maximum(n - first, 0) + L - 1) // L
+    return (o_r >= low) & (o_r < high)
+
+
+@triton.jit
+def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr):
+    """Rows `first + o_r * L` of a sequence that starts at p."""
+    m = row_mask(_strand_mask(first, n, o_r, L), o_d, D, BD)
+    return tl.load(x + (p + tl.cast(first, tl.int64) * D) + o_x, mask=m, other=0.)                   # [BR, BD]
+
+
+@triton.jit
+def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
+               BR: tl.constexpr, BD: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr):
+    """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
+    if back < W:
+        b_x = _load_strands(x, p, first - back, n, o_r, o_x, o_d, D, BD, L).to(tl.float32)
+        if INITIAL:
+            if first < back:
+                b_x += load_slots(initial_state, i_n, (first - back + W) + o_r * L, o_d, D, W, BD)
+    else:
+        b_x = tl.zeros([BR, BD], dtype=tl.float32)
+    return b_x
+
+
+@triton.jit
+def _weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
+    """b_s and the weighted sum of the first W of eight rows."""
+    b_s += w_0[None, :] * b_0
+    if W > 1:
+        b_s += w_1[None, :] * b_1
+    if W > 2:
+        b_s += w_2[None, :] * b_2
+    if W > 3:
+        b_s += w_3[None, :] * b_3
+    if W > 4:
+        b_s += w_4[None, :] * b_4
+    if W > 5:
+        b_s += w_5[None, :] * b_5
+    if W > 6:
+        b_s += w_6[None, :] * b_6
+    if W > 7:
+        b_s += w_7[None, :] * b_7
+    return b_s
+
+
+@triton.jit
+def _store_weight_gradients(partials, p, o_d, D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr,
+                            b_b, g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7):
+    """One chunk's [W or W + 1, D] partial sums: a row for each weight, oldest tap first, and one for the bias."""
+    p_w = partials + p + (W - 1) * D + o_d
+    m = o_d < D
+    tl.store(p_w, tl.sum(g_0, 0), mask=m)
+    if W > 1:
+        tl.store(p_w - D, tl.sum(g_1, 0), mask=m)
+    if W > 2:
+        tl.store(p_w - 2 * D, tl.sum(g_2, 0), mask=m)
+    if W > 3:
+        tl.store(p_w - 3 * D, tl.sum(g_3, 0), mask=m)
+    if W > 4:
+        tl.store(p_w - 4 * D, tl.sum(g_4, 0), mask=m)
+    if W > 5:
+        tl.store(p_w - 5 * D, tl.sum(g_5, 0), mask=m)
+    if W > 6:
+        tl.store(p_w - 6 * D, tl.sum(g_6, 0), mask=m)
+    if W > 7:
+        tl.store(p_w - 7 * D, tl.sum(g_7, 0), mask=m)
+    if BIAS:
+        tl.store(p_w + D, tl.sum(b_b, 0), mask=m)
+
+
+@triton.jit
+def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_c, i_n, i_t, i_d, cu, T,
+                         D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+                         BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+                         INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, VARLEN: tl.constexpr):
+    """BR strands of L consecutive rows, a row of each at a time; dx needs dz of the W - 1 rows after a strand too.
+
+    Eight rows of x and of dz have names since Triton has no arrays of tiles; the compiler drops those beyond W. Three
+    rows (a, b, c) are on their way while one is worked on.
+    """
+    L: tl.constexpr = BT // BR
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    first = i_t * BT
+    p = bos * D
+    o_d = i_d * BD + tl.arange(0, BD)
+    o_r = tl.arange(0, BR)
+    o_x = o_r[:, None] * (L * D) + o_d[None, :]
+    b_w = load_columns(weight, o_d, D, W, BW)
+    b_b = load_bias(bias, o_d, D, BD, BIAS)[None, :] + tl.zeros([BR, BD], dtype=tl.float32)
+    # Tap j weighs the row j before in z; dx of a row W - 1 before takes the same weights in the other order.
+    w_0 = tap(b_w, 0, W, BW)
+    w_1 = tap(b_w, 1, W, BW)
+    w_2 = tap(b_w, 2, W, BW)
+    w_3 = tap(b_w, 3, W, BW)
+    w_4 = tap(b_w, 4, W, BW)
+    w_5 = tap(b_w, 5, W, BW)
+    w_6 = tap(b_w, 6, W, BW)
+    w_7 = tap(b_w, 7, W, BW)
+    v_0 = tap(b_w, W - 1, W, BW)
+    v_1 = tap(b_w, W - 2, W, BW)
+    v_2 = tap(b_w, W - 3, W, BW)
+    v_3 = tap(b_w, W - 4, W, BW)
+    v_4 = tap(b_w, W - 5, W, BW)
+    v_5 = tap(b_w, W - 6, W, BW)
+    v_6 = tap(b_w, W - 7, W, BW)
+    v_7 = tap(b_w, W - 8, W, BW)
+    x_1 = _load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_2 = _load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_3 = _load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_4 = _load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_5 = _load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    zero = tl.zeros([BR, BD], dtype=tl.float32)
+    d_1, d_2, d_3, d_4, d_5, d_6, d_7 = zero, zero, zero, zero, zero, zero, zero
+    g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
+    x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
+    x_c = _load_strands(x, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
+    dy_a = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L)
+    dy_b = _load_strands(dy, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
+    dy_c = _load_strands(dy, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
+    for i_s in range(first, first + tl.minimum(L, n - first) + (W - 1), UNROLL):
+        for i_u in tl.static_range(UNROLL):
+            i_r = i_s + i_u
+            own = i_r < first + L
+            x_0 = x_a.to(tl.float32)
+            d_0 = dy_a.to(tl.float32)
+            if DRESIDUAL:
+                m = row_mask(_strand_mask(i_r, tl.where(own, n, 0), o_r, L), o_d, D, BD)
+                p_r = dresidual + (p + tl.cast(i_r, tl.int64) * D) + o_x
+                tl.store(p_r, dy_a.to(dresidual.dtype.element_ty), mask=m)
+            x_a, x_b, x_c = x_b, x_c, _load_strands(x, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
+            dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
+            if SILU:
+                b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+                d_0 = d_0 * _silu_gradient(b_z)
+            b_dx = _weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
+            i_o = i_r - (W - 1)
+            if DFINAL:
+                if i_o + (BR - 1) * L >= n - W:
+                    b_dx += load_slots(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BD)
+            m = row_mask(_strand_mask(i_o, tl.where((i_o >= first) & (i_o < first + L), n, 0), o_r, L), o_d, D, BD)
+            tl.store(dx + (p + tl.cast(i_o, tl.int64) * D) + o_x, b_dx.to(dx.dtype.element_ty), mask=m)
+            d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
+            if own:                    # rows after a strand are counted where they belong
+                g_b += d_0
+                g_0 += d_0 * x_0
+                g_1 += d_0 * x_1
+                g_2 += d_0 * x_2
+                g_3 += d_0 * x_3
+                if W > 4:
+                    g_4 += d_0 * x_4
+                    g_5 += d_0 * x_5
+                    g_6 += d_0 * x_6
+                    g_7 += d_0 * x_7
+            x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
+    R: tl.constexpr = W + 1 if BIAS else W
+    _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (R * D), o_d, D, W, BIAS,
+                            g_b, g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7)
+
+
+@triton.jit
+def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_n, i_d, cu, T, D: tl.constexpr,
+                            W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+                            DFINAL: tl.constexpr, VARLEN: tl.constexpr):
+    """Slot w feeds rows 0 to w - 1, and slot w - n of the final state of a sequence shorter than that."""
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    o_d = i_d * BD + tl.arange(0, BD)
+    o_w = tl.arange(0, BW)
+    m_d = o_d < D
+    p_h = tl.cast(i_n, tl.int64) * (D * W)
+    o_h = o_d[:, None] * W + o_w[None, :]
+    b_w = load_columns(weight, o_d, D, W, BW)
+    b_b = load_bias(bias, o_d, D, BD, BIAS)
+    b_dh = tl.zeros([BD, BW], dtype=tl.float32)
+    if DFINAL:
+        m = m_d[:, None] & ((o_w >= n) & (o_w < W))[None, :]
+        b_dh += tl.load(dfinal + (p_h - n) + o_h, mask=m, other=0.).to(tl.float32)
+    for i_p in tl.static_range(W - 1):
+        b_dz = tl.load(dy + (bos + i_p) * D + o_d, mask=o_d < tl.where(n > i_p, D, 0), other=0.).to(tl.float32)
+        if SILU:
+            o_p = (i_p - W + 1) + o_w                 # the row that column w weighs
+            p_x = x + (bos + i_p - W + 1) * D + o_w[None, :] * D + o_d[:, None]
+            m = m_d[:, None] & ((o_p >= 0) & (o_w < W) & (o_p < n))[None, :]
+            b_x = tl.load(p_x, mask=m, other=0.).to(tl.float32)                                 # [BD, BW]
+            m = m_d[:, None] & (o_p < 0)[None, :]
+            b_x += tl.load(initial_state + (p_h + i_p + 1) + o_h, mask=m, other=0.).to(tl.float32)
+            b_dz *= _silu_gradient(b_b + tl.sum(b_w * b_x, 1))
+        m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
+        b_dh += b_dz[:, None] * tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
+    tl.store(dinitial + p_h + o_h, b_dh.to(dinitial.dtype.element_ty), mask=m_d[:, None] & (o_w < W)[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS"])
+def conv_backward(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, dinitial, partials, cu, chunks,
+                  N, T, NT, NTS, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+                  BD: tl.constexpr, BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+                  INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, DINITIAL: tl.constexpr,
+                  VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
+    """Tasks (chunk, D tile) for dx, dresidual and partial sums, then (sequence, D tile) for dinitial, grid-stride."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * ND, tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // ND, NTS, VARLEN)
+        live = True
+        if GRAPH_CAPTURE:
+            live = (i_n >= 0) & (i_n < N)
+        if live:
+            _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_task // ND,
+                                 i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD, BW, UNROLL, SILU, BIAS, INITIAL,
+                                 DFINAL, DRESIDUAL, VARLEN)
+    if DINITIAL:
+        for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
+            _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_task // ND, i_task % ND,
+                                    cu, T, D, W, BD, BW, SILU, BIAS, DFINAL, VARLEN)
+    if VARLEN:
+        first = active_rows(cu, N, T)
+        zero_rows(dx, first, T, D, ZERO_BLOCK)
+        if DRESIDUAL:
+            zero_rows(dresidual, first, T, D, ZERO_BLOCK)
+
+
+def run_conv_backward(x, weight, bias, initial_state, dy, dfinal, residual_dtype: torch.dtype | None,
+                      want_initial: bool, silu: bool, packing: Packing):
+    """Gradients of x, weight, bias, residual and initial_state; None for what is absent or not wanted."""
+    D, W = weight.shape
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    dresidual = None if residual_dtype is None else torch.empty_like(x, dtype=residual_dtype)
+    dinitial = torch.empty_like(initial_state) if want_initial else None
+    partials = torch.empty(packing.NT, W if bias is None else W + 1, D, dtype=torch.float32, device=x.device)
+    record = record_for("conv_backward", x.device, K=W, V=D, BT=packing.BT, dtype=x.dtype)
+    launch(conv_backward, conv_programs(record, x, want_initial, packing), x, weight, bias, initial_state, dy, dfinal,
+           dx, dresidual, dinitial, partials, packing.cu, packing.chunks, packing.N, packing.T, packing.NT,
+           packing.NTS, record=record, D=D, W=W, BT=packing.BT, BW=triton.next_power_of_2(W), SILU=silu,
+           BIAS=bias is not None, INITIAL=initial_state is not None, DFINAL=dfinal is not None,
+           DRESIDUAL=dresidual is not None, DINITIAL=want_initial, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
+    reduce_partials_into(partials, packing, dweight.t(), dbias)
+    return dx, dweight, dbias, dresidual, dinitial

@@ -1,0 +1,73 @@
+"""A backend from outside the package, and devices that have none."""
+
+import pytest
+import torch
+
+from graphlin import backends
+from graphlin.backends import get_backend, register_backend
+from graphlin.capture import capture
+from graphlin.errors import BackendUnavailable
+from graphlin.tier import Tier
+from tests.blocks import Mixer, captured, pack
+
+
+class Outsider:
+    """Shares no class with graphlin: everything is asked of another backend, and noted."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.device_type = inner.device_type
+        self.asked = []
+
+    def __getattr__(self, name):
+        self.asked.append(name)
+        return getattr(self._inner, name)
+
+
+@pytest.fixture
+def outsider(device, monkeypatch):
+    monkeypatch.setattr(backends, "_backends", {})
+    return Outsider(get_backend(device))
+
+
+def test_a_registered_backend_captures_launches_and_replays(device, outsider):
+    register_backend(outsider)
+    assert get_backend(device) is outsider
+    outsider.asked.clear()
+    graphed = capture(Mixer().to(device), Tier(16, 3))
+    x, cu = pack([3, 6], device)
+    assert torch.allclose(graphed(x, cu), graphed.block(x, cu), atol=1e-5)
+    captured(graphed, 1)
+    assert {"capture", "new_pool", "launch", "launch_record", "num_cores", "side_stream"} <= set(outsider.asked)
+
+
+def test_a_backend_may_be_given_to_one_capture(device, outsider):
+    graphed = capture(Mixer().to(device), Tier(16, 3), backend=outsider)
+    outsider.asked.clear()
+    graphed(*pack([3, 6], device))
+    assert "capture" in outsider.asked and get_backend(device) is not outsider
+
+
+def test_an_incomplete_backend_is_refused_by_its_gaps(outsider):
+    class Half:
+        device_type = "meta"
+
+        def is_available(self):
+            return True
+    with pytest.raises(TypeError, match="backend: Half lacks .*new_pool.*launch"):
+        register_backend(Half())
+
+
+def test_a_device_without_backend_names_those_there_are():
+    with pytest.raises(BackendUnavailable, match="no graphlin backend for device type 'meta'; there are: cpu, cuda"):
+        get_backend("meta")
+    with pytest.raises(BackendUnavailable, match="'meta'"):
+        capture(Mixer().to("meta"), Tier(16, 3))
+
+
+def test_an_absent_device_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(backends, "_backends", {})
+    if torch.cuda.is_available():
+        pytest.skip("cuda is here")
+    with pytest.raises(BackendUnavailable, match=r"'cuda' backend cannot run .*graphlin\[cuda\]"):
+        get_backend("cuda")

@@ -1,0 +1,32 @@
+"""The convolution's kernels under other launch records than the device's own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphlin.kernels import conv, conv_backward
+from graphlin.kernels.launch import record_for
+from tests.ops.conv_check import Conv, conv_inputs, run_conv
+from tests.tolerances import assert_close_rms
+
+
+@pytest.mark.parametrize(("W", "BR", "BD", "UNROLL"), [(4, 1, 32, 4), (4, 2, 16, 3), (5, 4, 64, 4), (3, 16, 16, 2)])
+def test_tiles_change_no_bit_of_a_sequence(device, monkeypatch, W, BR, BD, UNROLL):
+    """BR rows or strands of rows, BD channels at a time, a loop unrolled: y, dx and the states stay as they are."""
+    problem = Conv(lengths=(19, 0, 2), D=40, W=W, slack=2)
+    inputs = conv_inputs(problem, device)
+    expected = run_conv(problem, inputs)
+
+    def record(kernel, *args, **kwargs):
+        own = record_for(kernel, *args, **kwargs)
+        tiles = {"BR": BR, "BD": BD, "UNROLL": UNROLL}
+        return replace(own, tiles={name: tiles[name] for name in own.tiles}, num_warps=1)
+
+    monkeypatch.setattr(conv, "record_for", record)
+    monkeypatch.setattr(conv_backward, "record_for", record)
+    actual = run_conv(problem, inputs)
+    for name in ("o", "ht", "dx", "dresidual", "dh0"):
+        assert torch.equal(actual[name], expected[name]), name
+    for name in ("dweight", "dbias"):
+        assert_close_rms(name, actual[name], expected[name], torch.float32)

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from graphlin.kernels.copy_rows import RowCopy
+
+
+def cu_seqlens(device, *ends, dtype=torch.int32):
+    return torch.tensor([0, *ends], device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_active_rows_arrive_and_nothing_else(device, dtype):
+    copy = RowCopy(torch.zeros(1, 40, 3, 50, device=device, dtype=dtype), dim=1)
+    for tokens, ends in ((30, (5, 20)), (40, (40,)), (12, (0, 3, 3)), (0, (0,)), (7, (7,))):
+        x = torch.randn(1, tokens, 3, 50)
+        x = x.to(dtype) if dtype.is_floating_point else (x * 10).to(dtype)
+        x[:, ends[-1]:] = float("nan") if dtype.is_floating_point else 1
+        copy(x.to(device), cu_seqlens(device, *ends))
+        assert torch.equal(copy.static[:, :ends[-1]].cpu(), x[:, :ends[-1]])
+        assert not copy.static[:, ends[-1]:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tail_of_cu_seqlens_repeats_the_last_end(device, dtype):
+    copy = RowCopy(torch.zeros(1, 16, 4, device=device), dim=1)
+    static_cu = torch.full((71,), -1, device=device, dtype=dtype)      # more than one block of entries
+    for ends in ((3, 9), (16,), (1, 2, 3, 4)):
+        copy(torch.ones(1, 16, 4, device=device), cu_seqlens(device, *ends, dtype=dtype), static_cu)
+        assert static_cu.tolist() == [0, *ends] + [ends[-1]] * (70 - len(ends))
+
+
+def test_wrong_ends_stay_inside_the_tensors(device):
+    copy = RowCopy(torch.zeros(1, 8, 2, device=device), dim=1)
+    x = torch.randn(1, 5, 2, device=device)
+    copy(x, cu_seqlens(device, 100))
+    assert torch.equal(copy.static[:, :5], x) and not copy.static[:, 5:].any()
+    copy(x, cu_seqlens(device, -3))
+    assert not copy.static.any()
+
+
+def test_without_cu_every_row_is_active_and_outer_dims_are_strided(device):
+    copy = RowCopy(torch.zeros(2, 3, 10, 4, device=device), dim=2)
+    for tokens in (7, 3, 10):
+        x = torch.randn(2, 3, tokens, 4, device=device)
+        copy(x, None)
+        assert torch.equal(copy.static[:, :, :tokens], x) and not copy.static[:, :, tokens:].any()
+
+
+def test_strided_input_is_copied_by_value(device):
+    copy = RowCopy(torch.zeros(1, 6, 4, device=device), dim=1)
+    x = torch.randn(4, 6, device=device).T[None]
+    copy(x, cu_seqlens(device, 6))
+    assert torch.equal(copy.static, x)
+
+
+def test_the_buffer_itself_is_not_copied(device):
+    copy = RowCopy(torch.zeros(1, 6, 4, device=device), dim=1)
+    static_cu = torch.zeros(4, device=device, dtype=torch.int32)
+    copy.static.fill_(3.0)
+    copy(copy.static, cu_seqlens(device, 2), static_cu)
+    assert (copy.static == 3.0).all()
+    assert static_cu.tolist() == [0, 2, 2, 2]
+    copy(torch.ones(1, 2, 4, device=device), cu_seqlens(device, 2), static_cu)
+    assert (copy.static[:, :2] == 1.0).all() and not copy.static[:, 2:].any()      # its rows counted as left behind

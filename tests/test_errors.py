@@ -1,0 +1,197 @@
+"""What is refused, in which words, and that the block works afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphlin.backends import LaunchRecord, get_backend
+from graphlin.capture import capture
+from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, UnsupportedModule
+from graphlin.kernels.launch import launch
+from graphlin.tier import Tier
+from tests.backends.kernel import add_one
+from tests.blocks import Mixer, assert_equal, captured, pack
+
+TIER = Tier(tokens=24, seqs=4)
+
+
+class Fails(nn.Module):
+    """Does `body` on the way, in the forward or in the backward."""
+
+    def __init__(self, body, in_backward=False):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.body = body
+        self.in_backward = in_backward
+
+    def forward(self, x, cu_seqlens):
+        return InBackward.apply(self.linear(x), self.body) if self.in_backward else self.linear(x) + self.body(x)
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, body):
+        ctx.body = body
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + ctx.body(grad), None
+
+
+def assert_usable(block, x, cu):
+    """Nothing is open, and eager calls and captures of other blocks work, with gradients."""
+    assert not get_backend(x.device).is_capturing()
+    block(x, cu).sum().backward()
+    other = capture(Mixer().to(x.device), TIER)
+    other(x, cu).sum().backward()
+    captured(other, 1, backwards=1)
+
+
+READS = {"item": lambda x: x.sum().item(), "tolist": lambda x: x.sum(1).tolist()[0][0],
+         "bool": lambda x: 1.0 if x.any() else 0.0, "nonzero": lambda x: x.nonzero().sum(),
+         "mask": lambda x: x[x > 0].sum()}
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("read", READS)
+def test_a_host_sync_names_its_line_and_the_remedy(device, read, in_backward):
+    block = Fails(READS[read], in_backward).to(device)
+    graphed = capture(block, TIER)
+    x, cu = pack((5, 3), device)
+    random = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(HostSync, match=r"test_errors.py:\d+ in <lambda>: a graph cannot repeat that. Keep"):
+            graphed(x, cu)
+    assert torch.equal(random, torch.get_rng_state())
+    captured(graphed, 0)
+    assert graphed.held_bytes() == 0
+    assert_usable(block, x, cu)
+
+
+def test_a_kernel_first_run_in_a_capture_is_named(device):
+    class Late(nn.Module):
+        """Reaches another kernel variant at each of its calls, so warm-up never meets the captured one."""
+        calls = 4
+
+        def forward(self, x, cu_seqlens):
+            Late.calls += 1
+            y = torch.zeros_like(x)
+            launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=1 << Late.calls)
+            return y
+    graphed = capture(Late(), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    with pytest.raises(ColdKernel, match=r"kernel \S*add_one would be compiled inside a capture, launched from "
+                                         r".*test_errors.py.*num_warmup_iters"), torch.no_grad():
+        graphed(x, cu)
+    assert_usable(Mixer().to(device), x, cu)
+
+
+def test_no_warm_up_is_enough_where_the_kernels_are_warm(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=0)
+    x, cu = pack((5, 3), device)
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    captured(graphed, 1)
+
+
+def test_no_warm_up_with_cold_kernels_is_a_clear_error(device):
+    class Cold(nn.Module):
+        def forward(self, x):
+            y = torch.zeros_like(x)
+            launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=4096)
+            return y
+    graphed = capture(Cold(), TIER, num_warmup_iters=0)
+    x = torch.randn(3, device=device)
+    with pytest.raises(ColdKernel, match="add_one"):
+        graphed(x)
+    graphed.block(x)
+    assert torch.equal(graphed(x), x + 1)
+    captured(graphed, 1)
+
+
+def test_an_exception_of_the_block_passes_unchanged(device):
+    class Trips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.left = nn.Linear(8, 8), 4
+
+        def forward(self, x, cu_seqlens):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyError("trip")
+            return self.linear(x)
+    graphed = capture(Trips().to(device), TIER, num_warmup_iters=2)      # the fourth run is the capture
+    x, cu = pack((5, 3), device)
+    with pytest.raises(KeyError, match="trip"):
+        graphed(x, cu)
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    captured(graphed, 1)
+    assert_usable(graphed.block, x, cu)
+
+
+def test_outputs_that_no_call_can_be_cut_from_are_refused(device):
+    class Pairs(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return x @ x.transpose(1, 2), torch.cat([x, x], 1)
+    x, cu = pack((5, 3), device)
+    with pytest.raises(UnsupportedModule, match=r"output 1 has shape \[1, 48, 8\] at 24 tokens in 4 sequences"):
+        capture(Pairs(), TIER)(x, cu)
+
+
+def test_a_gradient_for_two_varying_dims_is_refused(device):
+    class Scores(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return x @ x.transpose(1, 2)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    with pytest.raises(UnsupportedModule, match="output 0 needs a gradient and has 2 varying dims"):
+        capture(Scores(), TIER)(x, cu)
+    with torch.no_grad():
+        graphed = capture(Scores(), TIER)
+        assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    captured(graphed, 1)
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    (dict(block=lambda x: x), TypeError, "block: expected a torch.nn.Module, found function"),
+    (dict(tier=(4096, 32)), TypeError, r"tier: expected a graphlin.Tier, found \(4096, 32\)"),
+    (dict(tier=[]), TypeError, "tier: expected a graphlin.Tier"),
+    (dict(tier=[Tier(8, 2), Tier(16, 2)]), ValueError, "tier: only one tier is supported yet, found 2"),
+    (dict(slots=0), ValueError, "slots: expected an int of at least 1, found 0"),
+    (dict(num_warmup_iters=-1), ValueError, "num_warmup_iters: expected an int of at least 0"),
+    (dict(fallback="ignore"), ValueError, "fallback: expected 'eager' or 'raise', found 'ignore'"),
+    (dict(dims={"y": {0: "tokens"}}), ValueError, "dims: the block's forward has no argument 'y'"),
+])
+def test_wrong_arguments_of_capture_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        capture(**(dict(block=nn.Linear(2, 2), tier=TIER) | arguments))
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="budgets"):
+        capture(nn.Linear(2, 2), TIER, budgets=3)
+
+
+def test_a_chunk_size_that_is_not_the_blocks_is_named():
+    block = Mixer()
+    block.enter.chunk_size = 32
+    with pytest.raises(ValueError, match="tier: chunk_size 64 differs from chunk_size 32 of enter"):
+        capture(block, TIER)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda f, x, cu: f(x, cu, y=1), TypeError, "unexpected keyword argument 'y'"),
+    (lambda f, x, cu: f(cu_seqlens=cu), TypeError, "missing a required argument: 'x'"),
+    (lambda f, x, cu: f(x.expand(2, -1, -1), cu), ValueError, "no argument holds tokens: expected the first tensor to"),
+])
+def test_wrong_calls_are_named_and_nothing_is_lost(device, call, error, message):
+    graphed = capture(Mixer().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    with pytest.raises(error, match=message):
+        call(graphed, x, cu)
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    captured(graphed, 1)
+
+
+def test_every_error_is_a_graphlin_error():
+    assert issubclass(HostSync, CaptureError) and issubclass(CaptureError, GraphlinError)
+    assert issubclass(GraphlinError, RuntimeError)
