@@ -1,10 +1,17 @@
-"""Random inputs of the delta rule, and one run of an op forward and backward."""
+"""Random inputs of the delta rules, and one run of an op forward and backward."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
+
+from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
+from graphlin.ops.kda import chunk_kda
+from graphlin.ops.reference import gated_delta_rule_reference, kda_reference
 
 RESULT_NAMES = {"initial_state": "dh0"}      # the gradient of any other argument x is called dx
 
@@ -12,6 +19,9 @@ RESULT_NAMES = {"initial_state": "dh0"}      # the gradient of any other argumen
 @dataclass(frozen=True)
 class GDN:
     """A gated delta rule problem: its shape, and which branches of the op it takes."""
+
+    op: ClassVar[Callable] = staticmethod(chunk_gated_delta_rule)
+    reference: ClassVar[Callable] = staticmethod(gated_delta_rule_reference)
 
     lengths: tuple[int, ...] = (21, 0, 32, 5)
     dense: bool = False                      # one batch row for each of the equal lengths
@@ -22,7 +32,7 @@ class GDN:
     V: int = 16
     dtype: torch.dtype = torch.float32
     gate: str = "external"                   # "external": g is the log decay; "raw", "raw_bias": computed in the kernel
-    decay: str = "mild"                      # of an external g: mild, strong, weak, masked, tiny, or a number
+    decay: str | float = "mild"              # of an external g: mild, strong, weak, masked, tiny, or a number
     beta: str = "given"                      # given (0 to 2), sigmoid, twice_sigmoid
     keys: str = "random"                     # random, alike
     l2norm: bool = True
@@ -40,11 +50,49 @@ class GDN:
                 "output_final_state": self.states in ("both", "final")}
 
     @property
+    def op_options(self) -> dict:
+        """Those and what the recurrence, token by token, knows nothing of."""
+        return {**self.options, "chunk_size": self.chunk_size}
+
+    @property
+    def gate_shape(self) -> tuple[int, ...]:
+        """Of one token's log decays."""
+        return (self.HV,)
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         return len(self.lengths), self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V))
 
     def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in vars(self).items() if value != getattr(GDN, name))
+        given = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(type(self), name)]
+        return "-".join([type(self).__name__.lower(), *given])
+
+
+@dataclass(frozen=True)
+class KDA(GDN):
+    """A Kimi Delta Attention problem: one decay for each channel, and the gates that it adds."""
+
+    op: ClassVar[Callable] = staticmethod(chunk_kda)
+    reference: ClassVar[Callable] = staticmethod(kda_reference)
+
+    lower_bound: float | None = None         # of the gate in the kernel
+    rate: bool = True                        # A_log is given
+    safe_gate: bool = False
+
+    @property
+    def options(self) -> dict:
+        return {**super().options, "lower_bound": self.lower_bound}
+
+    @property
+    def op_options(self) -> dict:
+        return {**super().op_options, "safe_gate": self.safe_gate}
+
+    @property
+    def gate_shape(self) -> tuple[int, ...]:
+        return self.HV, self.K
+
+
+each_rule = pytest.mark.parametrize("rule", [GDN, KDA], ids=["gdn", "kda"])
 
 
 def gdn_inputs(problem: GDN, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -63,11 +111,12 @@ def gdn_inputs(problem: GDN, device: torch.device, seed: int = 0) -> dict[str, t
     raw = normal(batch, tokens, p.HV)
     inputs["beta"] = raw if p.beta != "given" else 2 * torch.rand(raw.shape, generator=random)
     inputs = {name: x.to(p.dtype) for name, x in inputs.items()}
-    inputs["g"] = _log_decay(p.decay, raw.shape, random) if p.gate == "external" else 2 * normal(*raw.shape)
-    if p.gate != "external":
+    gates = (batch, tokens, *p.gate_shape)
+    inputs["g"] = _log_decay(p.decay, gates, random) if p.gate == "external" else 2 * normal(*gates)
+    if p.gate != "external" and getattr(p, "rate", True):
         inputs["A_log"] = 0.5 * normal(p.HV)
     if p.gate == "raw_bias":
-        inputs["dt_bias"] = normal(p.HV)
+        inputs["dt_bias"] = normal(prod(p.gate_shape))
     if p.states in ("both", "initial"):
         inputs["initial_state"] = normal(*p.state_shape)
     inputs = {name: x.to(device) for name, x in inputs.items()}
@@ -82,12 +131,12 @@ def _keys(p: GDN, normal: Callable, batch: int, tokens: int) -> torch.Tensor:
     return normal(batch, tokens, p.H, p.K)
 
 
-def _log_decay(kind: str | float, shape: torch.Size, random: torch.Generator) -> torch.Tensor:
+def _log_decay(kind: str | float, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     uniform = torch.rand(shape, generator=random)
     if isinstance(kind, float):
         return torch.full(shape, kind)
     if kind == "masked":
-        return torch.where(uniform < 0.2, -1000., -uniform)
+        return torch.where(uniform < 0.2, -1000., torch.where(uniform > 0.7, 0., -uniform))
     if kind == "tiny":                       # -1e-8 to -1e-30, with a single -100
         g = -(10 ** (-8 - 22 * uniform))
         g[:, shape[1] // 2] = -100.

@@ -180,7 +180,8 @@ def _write_lower(q, k, g, dt_bias, b, rq, rk, fw, ts, p_q, p_r, p_g, p_b, p_c, p
 @triton.jit
 def _finish_half(g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, b_q, b_k, b_b, b_G, b_gc, b_eye, b_dq, b_dr, b_dw, b_a,
                  b_w, b_all, m_t, o_h, o_k, rate, lower_bound, scale, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                 BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, REV_SCAN: tl.constexpr):
+                 BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
+                 REV_SCAN: tl.constexpr):
     """Adds what comes from outside the chunk, and stores the half's dq, dk, dg and its share of dβ.
 
     In dg, a of a row is due to it and the rows before it, w to the rows behind it, all to every row. Returns the sums of the
@@ -194,7 +195,8 @@ def _finish_half(g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, b_q, b_k
     b_dw += b_x + b_eye[:, None] * b_q
     tl.store(pb + p_b + o_h, tl.sum(b_k * b_dw, 1))
     b_w += b_x * b_y
-    b_dg = tl.cumsum(b_w, 0) - b_w + b_all[None, :]
+    before = tl.where(o_h[:, None] > o_h[None, :], 1.0, 0.0)     # a difference of sums would lose what decays leave of terms
+    b_dg = tl.dot(before, b_w, input_precision=PREC) + b_all[None, :]
     b_eg = tl.exp(b_G)
     b_x = tl.load(ts + p + BT * K, mask=m, other=0.).to(tl.float32) * b_eg
     b_a += b_q * b_x
@@ -267,7 +269,7 @@ def _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb,
     b_da, b_db = _finish_half(
         g, dt_bias, ts, dg, dqk, pb, p_g + first * (HV * K), p_t + first * K, p * (2 * BT * NK * BK) + first * (NK * BK),
         (i_k * NS * HV + p) * BT + first, i_hv, b_q, b_k, b_b, b_G, b_gc, b_eye, b_dq, b_dr, b_dw, b_a, b_x, b_all, m_t, o_h,
-        o_k, rate, lower_bound, scale, HV, K, BT, BK, NK, GATE, BIAS, REV_SCAN)
+        o_k, rate, lower_bound, scale, HV, K, BT, BK, NK, GATE, BIAS, PREC, REV_SCAN)
     if GATE > 0:
         p_a = p * (2 * BT // HB * NK * BK) + i_s * (NK * BK) + o_k
         tl.store(pa + p_a, b_da)

@@ -1,9 +1,7 @@
-"""The delta rule's standard check: outputs and every gradient against the float64 recurrence."""
+"""The delta rules' standard check: outputs and every gradient against the float64 recurrence."""
 
 import torch
 
-from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
-from graphlin.ops.reference import gated_delta_rule_reference
 from tests.inputs import GDN, gdn_inputs, gdn_upstream, in_float64, run
 from tests.tolerances import assert_close_rms
 
@@ -12,8 +10,8 @@ def standard_check(problem: GDN, device: torch.device, inputs: dict | None = Non
     """Checks values and dtypes of one run; `inputs` replaces the random ones. Returns the results."""
     inputs = gdn_inputs(problem, device) if inputs is None else inputs
     upstream = gdn_upstream(problem, inputs)
-    actual = run(chunk_gated_delta_rule, inputs, upstream, chunk_size=problem.chunk_size, **problem.options)
-    expected = run(gated_delta_rule_reference, in_float64(inputs), upstream, **problem.options)
+    actual = run(problem.op, inputs, upstream, **problem.op_options)
+    expected = run(problem.reference, in_float64(inputs), upstream, **problem.options)
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         argument = {"o": "v", "dh0": "initial_state"}.get(name, name[1:])
