@@ -8,6 +8,7 @@ import torch
 
 from graphlin.ops.causal_conv1d import causal_conv1d
 from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
+from graphlin.ops.kda import chunk_kda
 from tests.inputs import cu_of, run
 
 Tensors = dict[str, torch.Tensor]
@@ -110,6 +111,20 @@ OP_CASES = [
                     "allow_neg_eigval": True, "chunk_size": 16}),
     OpCase("gdn", chunk_gated_delta_rule,
            tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1,)}, log_decay="g",
+           output=(1, 16), state=(1, 16, 16), parameters={},
+           options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
+    OpCase("kda_gate", chunk_kda,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (2, 16), "beta": (2,), "g": (2, 16)},
+           output=(2, 16), state=(2, 16, 16), parameters={"A_log": (2,), "dt_bias": (32,)},
+           options={"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+                    "allow_neg_eigval": True, "chunk_size": 16}),
+    OpCase("kda_bounded", chunk_kda,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1, 16)},
+           output=(1, 16), state=(1, 16, 16), parameters={"dt_bias": (16,)},
+           options={"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True,
+                    "use_beta_sigmoid_in_kernel": True, "chunk_size": 16}),
+    OpCase("kda", chunk_kda,
+           tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1, 16)}, log_decay="g",
            output=(1, 16), state=(1, 16, 16), parameters={},
            options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
 ]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
-from tests.inputs import GDN, cu_of, gdn_inputs, guarded, memory_of, run
+from tests.inputs import GDN, KDA, cu_of, each_rule, gdn_inputs, guarded, memory_of, run
 
 PROBLEM = GDN(lengths=(12, 4), H=2, HV=4, gate="raw_bias")
 WRONG = [
@@ -36,12 +35,26 @@ WRONG = [
     ({"lower_bound": -5.0}, TypeError, "lower_bound"),
     ({"scale": torch.tensor(0.5)}, TypeError, "^scale: .*Tensor"),      # a hidden sync, were it accepted
 ]
+KDA_PROBLEM = KDA(lengths=(12, 4), H=2, HV=4, gate="raw_bias", lower_bound=-5.)
+KDA_WRONG = [
+    ({"g": torch.zeros(1, 16, 4)}, ValueError, r"^g: .*\[1, 16, 4, 16\].*\[1, 16, 4\]"),
+    ({"dt_bias": torch.zeros(4, 16)}, ValueError, r"^dt_bias: .*\[64\].*\[4, 16\]"),
+    ({"A_log": None, "lower_bound": None}, ValueError, "^A_log: .*use_gate_in_kernel.*None"),
+    ({"lower_bound": -5.5}, ValueError, r"^lower_bound: .*\[-5, 0\).*-5.5"),
+    ({"lower_bound": 0.}, ValueError, r"^lower_bound: .*\[-5, 0\).*0"),
+    ({"lower_bound": float("nan")}, ValueError, "^lower_bound: .*nan"),
+    ({"lower_bound": "-5"}, TypeError, "^lower_bound: .*str"),
+    ({"use_gate_in_kernel": False, "A_log": None, "dt_bias": None}, ValueError, "^lower_bound: .*use_gate_in_kernel.*-5"),
+    ({"v": torch.zeros(1, 16, 3, 16)}, ValueError, "^v: .*multiple.*2.*3"),
+    ({"initial_state": torch.zeros(3, 4, 16, 16)}, ValueError, r"^initial_state: .*\[2, 4, 16, 16\].*\[3, 4, 16, 16\]"),
+    ({"use_gate": True}, TypeError, "use_gate"),
+]
 
 
-def call(device, **changes):
-    arguments = {**gdn_inputs(PROBLEM, device), **PROBLEM.options, "chunk_size": 16, **changes}
+def call(device, problem=PROBLEM, **changes):
+    arguments = {**gdn_inputs(problem, device), **problem.op_options, **changes}
     moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    return chunk_gated_delta_rule(**moved)
+    return problem.op(**moved)
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG,
@@ -51,6 +64,13 @@ def test_a_wrong_argument_is_named(device, changes, error, message):
         call(device, **changes)
 
 
+@pytest.mark.parametrize(("changes", "error", "message"), KDA_WRONG,
+                         ids=[f"{i}-{next(iter(case[0]))}" for i, case in enumerate(KDA_WRONG)])
+def test_a_wrong_argument_of_channel_gates_is_named(device, changes, error, message):
+    with pytest.raises(error, match=message):
+        call(device, KDA_PROBLEM, **changes)
+
+
 def test_nothing_is_lost_after_an_error(device):
     expected, _ = call(device)
     with pytest.raises(ValueError, match="^A_log"):
@@ -58,24 +78,27 @@ def test_nothing_is_lost_after_an_error(device):
     assert torch.equal(call(device)[0], expected)
 
 
-def test_more_than_one_batch_row_with_cu_seqlens(device):
-    inputs = gdn_inputs(GDN(lengths=(16, 16), dense=True), device)
+@each_rule
+def test_more_than_one_batch_row_with_cu_seqlens(device, rule):
+    inputs = gdn_inputs(rule(lengths=(16, 16), dense=True), device)
     with pytest.raises(ValueError, match=r"^q: .*batch 1.*batch 2"):
-        chunk_gated_delta_rule(**inputs, cu_seqlens=cu_of((16, 16), device))
+        rule.op(**inputs, cu_seqlens=cu_of((16, 16), device))
 
 
-def test_heads_over_the_limit(device):
+@each_rule
+def test_heads_over_the_limit(device, rule):
     for K, V in ((257, 16), (16, 257)):
         with pytest.raises(ValueError, match="256.*257"):
-            chunk_gated_delta_rule(**gdn_inputs(GDN(lengths=(1,), K=K, V=V), device))
+            rule.op(**gdn_inputs(rule(lengths=(1,), K=K, V=V), device))
 
 
+@pytest.mark.parametrize("problem", [PROBLEM, KDA_PROBLEM], ids=["gdn", "kda"])
 @pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state", "A_log", "dt_bias", "cu_seqlens"])
-def test_an_argument_on_another_device_is_named(device, name):
-    arguments = {**gdn_inputs(PROBLEM, device), **PROBLEM.options}
+def test_an_argument_on_another_device_is_named(device, problem, name):
+    arguments = {**gdn_inputs(problem, device), **problem.options}
     arguments[name] = arguments[name].to("meta")
     with pytest.raises(ValueError, match=f"^{name}: .*device"):
-        chunk_gated_delta_rule(**arguments)
+        problem.op(**arguments)
 
 
 @pytest.mark.parametrize(("values", "message"), [
@@ -94,11 +117,12 @@ def test_validate_accepts_good_values(device):
     assert torch.equal(call(device, validate=True)[0], call(device)[0])
 
 
+@each_rule
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (0, 40, 200, 3), (-9, 3, 70, 16), (16, 0, -1, 90)], ids=str)
-def test_wrong_values_never_touch_memory_outside(device, values):
+def test_wrong_values_never_touch_memory_outside(device, rule, values):
     """cases.md: `cu=[0,12,8,16]`. Every tensor lies between NaN guards; what is read outside would show as NaN in the
     sequences that are clamped into the tensor, what is written outside would change the guards."""
-    problem = GDN(lengths=(16, 0, 0))
+    problem = rule(lengths=(16, 0, 0))
     drawn = gdn_inputs(problem, device)
     cu = torch.tensor((0, *values, 0), dtype=torch.int32, device=device)[1:-1]
     inputs = {name: guarded(x) for name, x in drawn.items() if name != "cu_seqlens"}
@@ -106,7 +130,7 @@ def test_wrong_values_never_touch_memory_outside(device, values):
     before = {name: x.clone() for name, x in memory.items()}
     upstream = {"o": guarded(torch.ones_like(inputs["v"])),
                 "ht": guarded(torch.ones(problem.state_shape, device=device))}
-    results = run(chunk_gated_delta_rule, {**inputs, "cu_seqlens": cu}, upstream, chunk_size=16, **problem.options)
+    results = run(rule.op, {**inputs, "cu_seqlens": cu}, upstream, **problem.op_options)
     assert results["ht"].isfinite().all()
     for name, x in memory.items():
         assert torch.equal(x, before[name]), f"the memory of {name} was written"
