@@ -118,6 +118,24 @@ def run_gated_delta_rule(variant: Variant) -> None:
         make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **extras, **packing(variant)))
 
 
+def run_kda(variant: Variant) -> None:
+    """Kimi Delta Attention with each of its gates, forward and backward."""
+    dtype, seqs = variant.dtype, SEQS if variant.packed else 1
+    state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
+    gates: list[dict[str, Any]] = [{}]
+    if variant.extras:
+        extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
+                      use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, dt_bias=make(HV * variant.K))
+        gates = [dict(extras, A_log=make(HV)), dict(extras, A_log=make(HV), lower_bound=-5.0, safe_gate=True),
+                 dict(extras, lower_bound=-5.0)]
+    gate_dtype = dtype if variant.extras else torch.float32
+    for gate in gates:
+        differentiate(*graphlin.chunk_kda(
+            make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
+            make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, variant.K, dtype=gate_dtype),
+            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **gate, **packing(variant)))
+
+
 def run_causal_conv1d(variant: Variant) -> None:
     """The short convolution over all heads' values, forward and backward."""
     D, dtype, seqs = HV * variant.V, variant.dtype, SEQS if variant.packed else 1
@@ -139,7 +157,7 @@ def run_copy_in(variant: Variant) -> None:
     copy(x, None)
 
 
-RUNS = (run_chunks, run_gated_delta_rule, run_causal_conv1d, run_copy_in)
+RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_copy_in)
 
 
 # ------------------------------------------------------------------------------------------------------ launches

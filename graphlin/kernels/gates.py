@@ -108,8 +108,9 @@ def load_channel_gates(g, dt_bias, p, i_hv, m_t, o_t, o_k, HV: tl.constexpr, K: 
 
 @triton.jit
 def masked_decay(b_u, m, rate, lower_bound, GATE: tl.constexpr):
-    """Log decays of raw gates, cut off below and 0 outside the mask."""
-    return tl.where(m, tl.maximum(log_decay(b_u, rate, lower_bound, GATE), MIN_LOG_DECAY), 0.0)
+    """Log decays of raw gates, cut off below and 0 outside the mask; NaN stays NaN, which tl.maximum would hide."""
+    b_g = log_decay(b_u, rate, lower_bound, GATE)
+    return tl.where(m, tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g), 0.0)
 
 
 @triton.jit

@@ -116,15 +116,15 @@ def test_two_calls_before_one_backward(device, rule):
 
 @each_rule
 def test_strided_arguments_equal_contiguous_ones(device, rule):
-    """q, k and v are commonly slices of one projection, beta and g of another."""
+    """q, k and v are commonly slices of one projection; beta and g may be too."""
     problem = rule(lengths=(21, 5), H=2, HV=2)
     inputs = gdn_inputs(problem, device)
     upstream = gdn_upstream(problem, inputs)
     expected = run(rule.op, inputs, upstream, **problem.op_options)
     fused = torch.cat([inputs[name] for name in ("q", "k", "v")], -1)
-    gates = torch.stack([inputs["g"], inputs["beta"]])
-    strided = {**inputs, "q": fused[..., :16], "k": fused[..., 16:32], "v": fused[..., 32:], "g": gates[0],
-               "beta": gates[1], "initial_state": inputs["initial_state"].mT.contiguous().mT}
+    gates = {name: torch.stack([inputs[name]] * 2, -1)[..., 0] for name in ("g", "beta")}
+    strided = {**inputs, **gates, "q": fused[..., :16], "k": fused[..., 16:32], "v": fused[..., 32:],
+               "initial_state": inputs["initial_state"].mT.contiguous().mT}
     upstream = {"o": upstream["o"].transpose(1, 2).contiguous().transpose(1, 2),
                 "ht": upstream["ht"].mT.contiguous().mT}
     actual = run(rule.op, strided, upstream, **problem.op_options)
