@@ -259,6 +259,11 @@ class GraphedBlock(nn.Module):
             raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call "
                                     "should be a tensor")
         layout = make_layout(self.signature.names, structure, leaves, self._dims)
+        device = first_device(self.block, tuple(leaves), {})
+        for leaf, tensor in zip(layout.leaves, leaves, strict=True):
+            if tensor.device != device:
+                raise ValueError(f"{leaf.name}: expected a tensor on {device}, found one on {tensor.device}; a graph reads "
+                                 "nothing else")
         grad = torch.is_grad_enabled()
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
