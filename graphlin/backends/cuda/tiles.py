@@ -50,7 +50,7 @@ def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread."""
-    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=8)
+    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
