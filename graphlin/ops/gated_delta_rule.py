@@ -9,7 +9,7 @@ from graphlin.kernels.gdn_recurrence import run_recurrence, run_two_recurrences
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials
 from graphlin.ops.chunks import resolve_packing
-from graphlin.ops.validation import check_tensor, read_values
+from graphlin.ops.validation import check_scale, check_tensor, read_values
 
 MAX_HEAD_DIM = 256
 
@@ -74,7 +74,7 @@ def chunk_gated_delta_rule(
         if read_values("g", (active > 0).any(), "validate=True"):
             raise ValueError("g: expected log decays <= 0, found a positive value; pass log(decay), or use_gate_in_kernel=True")
     beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-    scale = float(K ** -0.5 if scale is None else scale)
+    scale = check_scale(scale, K)
     inputs = [x.contiguous() for x in (q, k, v, g, beta)]
     return GatedDeltaRule.apply(*inputs, A_log, dt_bias, initial_state, output_final_state, use_qk_l2norm_in_kernel, beta_range,
                                 state_v_first, packing, scale)
