@@ -20,7 +20,7 @@ FACTORS = {
     "state_v_first": [False, True],
     "chunk_size": [16, 32, 64],
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
-    "sizes": [(16, 16), (33, 20), (5, 40), (64, 64)],
+    "sizes": [(16, 16), (33, 20), (5, 40), (16, 64)],
 }
 
 
