@@ -44,7 +44,7 @@ def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     elif arch != "sm_90":
         BK, BV = 32, 64
     else:
-        BK, BV = 128, 128
+        BK, BV = 64, 128
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, BK), BV=_block(V, BV)), num_warps=8, num_stages=2)
 
 
