@@ -79,7 +79,7 @@ def test_a_gradient_of_one_argument_only(device, wanted):
 
 
 def test_one_tensor_as_several_arguments(device):
-    """cases.md: the gradient of a tensor that feeds two arguments is the sum of both."""
+    """The gradient of a tensor that feeds two arguments is the sum of both."""
     problem = GDN(lengths=(21, 5), H=2, HV=2)
     inputs = gdn_inputs(problem, device)
     upstream = gdn_upstream(problem, inputs)
@@ -92,7 +92,7 @@ def test_one_tensor_as_several_arguments(device):
 
 
 def test_two_calls_before_one_backward(device):
-    """cases.md: contributions 1 and 10 to one tensor give 11; buffers shared between calls would give 20."""
+    """Contributions 1 and 10 to one tensor give 11; buffers shared between calls would give 20."""
     problem = GDN(lengths=(21, 5))
     inputs = gdn_inputs(problem, device)
     leaf = inputs["v"].detach().requires_grad_()
