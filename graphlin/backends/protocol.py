@@ -51,10 +51,16 @@ class GraphBackend(Protocol):
 
     def synchronize(self, device: torch.device) -> None: ...
 
+    def syncs_refused(self) -> AbstractContextManager:
+        """Raises HostSync where its body, which is run outside captures, waits for the device; nothing if only captures tell."""
+
     def is_capturing(self) -> bool: ...
 
     def capture(self, *, pool: Any, stream: Any, error_mode: str = "thread_local") -> AbstractContextManager[Graph]:
-        """Records what the body does; the graph it yields may be replayed once the body has ended."""
+        """Records what the body does; the graph it yields may be replayed once the body has ended.
+
+        After a failure nothing is open, but the pool may take no other capture.
+        """
 
     def arch(self, device: torch.device) -> str:
         """Name of the device generation that launch records are kept for, such as `sm_90`."""

@@ -10,14 +10,14 @@ SOFTPLUS = tl.constexpr(1)      # -rate * softplus(u)
 BOUNDED = tl.constexpr(2)       # lower_bound * sigmoid(rate * u)
 MAX_A_LOG = tl.constexpr(80.0)
 L2NORM_EPS = tl.constexpr(1e-6)
-# exp(g) is 0 in float32 below this; keeping g above it keeps chunk sums small enough to be exact where they matter.
-MIN_LOG_DECAY = tl.constexpr(-104.0)
+# A state that decayed by exp(-32) = 1e-14 is far below the rounding of whatever is added to it. Keeping g above that keeps the
+# chunk sums small, whose rounding is the relative error of every decay.
+MIN_LOG_DECAY = tl.constexpr(-32.0)
 
 
 @triton.jit
 def softplus(x):
-    """`log(1 + exp(x))` without overflow."""
-    """`log(1 + e^x)`, by the series of log where 1 + e would round e away: a large rate may multiply it."""
+    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away: a large rate may multiply it."""
     e = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
 

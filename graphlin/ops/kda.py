@@ -14,9 +14,9 @@ from graphlin.ops.delta_rule import (
     check_gate,
     check_inputs,
     check_log_decays,
-    resolve_scale,
     strength_range,
 )
+from graphlin.ops.validation import check_scale
 
 KDA = Family(run_prep, run_gradients)
 
@@ -40,7 +40,7 @@ def chunk_kda(
         q, k: `[B, T, H, K]`, float32, float16 or bfloat16; K up to 256.
         v: `[B, T, HV, V]` in q's dtype; HV a multiple of H, value head i reads key head `i // (HV // H)`; V up to 256.
         g: `[B, T, HV, K]`, any of these dtypes; natural log of the decays (<= 0), or raw gates with use_gate_in_kernel. Log
-            decays below -104 act as -104, where the decay is 0 in float32; their gradient is 0.
+            decays below -32 act as -32, a decay of 1e-14; their gradient is 0.
         beta: `[B, T, HV]`, any of these dtypes; write strength, or its logit with use_beta_sigmoid_in_kernel.
         scale: factor on q, default `K ** -0.5`.
         initial_state: `[N, HV, K, V]` any of these dtypes (`[N, HV, V, K]` with state_v_first), default zeros. N is B, or the
@@ -83,7 +83,7 @@ def chunk_kda(
     if validate and not use_gate_in_kernel:
         check_log_decays(g, packing, LOWEST_BOUND if safe_gate else None)
     gate = 0 if not use_gate_in_kernel else SOFTPLUS.value if lower_bound is None else BOUNDED.value
-    call = Call(KDA, packing, resolve_scale(scale, K), output_final_state, state_v_first,
+    call = Call(KDA, packing, check_scale(scale, K), output_final_state, state_v_first,
                 use_qk_l2norm_in_kernel, gate, strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
                 None if lower_bound is None else float(lower_bound), safe_gate)
     return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)
