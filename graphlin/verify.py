@@ -62,15 +62,13 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
 
     >>> print(graphlin.verify(graphed, x, cu_seqlens=cu))
     """
-    call = graphed.read(args, kwargs)
-    slot, pair = graphed.acquire(call)
-    check = _Check(graphed, call, pair)
-    try:
-        check.compare()
-        graphed.check_addresses()
-    finally:
-        check.restore()
-        slot.release()
+    with graphed.acquired(args, kwargs) as (call, pair):
+        check = _Check(graphed, call, pair)
+        try:
+            check.compare()
+            graphed.check_addresses()
+        finally:
+            check.restore()
     return check.report
 
 

@@ -205,7 +205,9 @@ def test_weights_loaded_in_place_are_used(device):
     lambda block: setattr(block.enter.weight, "data", torch.randn_like(block.enter.weight)),
     lambda block: setattr(block.leave, "bias", nn.Parameter(torch.randn_like(block.enter.bias))),
     lambda block: block.dropout.register_buffer("extra", None),
-], ids=["parameter", "submodule", "data", "from None", "new buffer"])
+    lambda block: block.enter.register_forward_hook(lambda module, args, out: 2 * out),
+    lambda block: block.leave.register_forward_pre_hook(lambda module, args: (3 * args[0],)),
+], ids=["parameter", "submodule", "data", "from None", "new buffer", "hook", "pre-hook"])
 @torch.no_grad()
 def test_a_changed_block_is_noticed_and_refresh_takes_it(device, change):
     graphed = graphed_mixer(device)
@@ -225,8 +227,33 @@ def test_a_stale_address_names_the_parameter(device):
     x, cu = pack((5, 3), device)
     graphed(x, cu)
     graphed.block.enter.bias.data = torch.zeros(8, device=device)
-    with pytest.raises(StaleAddress, match=r"enter.bias was replaced or moved since the capture.*refresh\(\)"):
+    with pytest.raises(StaleAddress, match=r"enter.bias was added, replaced or moved since the capture.*refresh\(\)"):
         graphed(x, cu)
+
+
+@torch.no_grad()
+def test_a_hook_that_is_in_the_graph_and_then_removed_is_named(device):
+    graphed = graphed_mixer(device, fallback="raise")
+    x, cu = pack((5, 3), device)
+    handle = graphed.block.enter.register_forward_hook(lambda module, args, out: 2 * out)
+    graphed.refresh()
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    handle.remove()
+    with pytest.raises(StaleAddress, match=r"a hook of enter was added, replaced or moved.*refresh\(\)"):
+        graphed(x, cu)
+    captured(graphed, 1)
+
+
+@torch.no_grad()
+def test_memory_of_a_block_without_parameters_is_counted(device):
+    class Double(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return 2 * x
+    graphed = capture(Double(), TIER)
+    assert graphed.held_bytes() == 0
+    graphed(*pack((5, 3), device))
+    assert graphed.held_bytes() >= 2 * 24 * 8 * 4 + 5 * 4          # x and cu_seqlens, and the output in the pool
+    captured(graphed, 1)
 
 
 def test_modes_have_graphs_of_their_own(device):

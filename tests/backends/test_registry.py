@@ -1,10 +1,14 @@
 """A backend from outside the package, and devices that have none."""
 
+import os
+import sys
+
 import pytest
 import torch
 
 from graphlin import backends
 from graphlin.backends import get_backend, register_backend
+from graphlin.backends.host.interpreter import choose_interpreter, is_interpreting
 from graphlin.capture import capture
 from graphlin.errors import BackendUnavailable
 from graphlin.tier import Tier
@@ -75,6 +79,22 @@ def test_a_device_without_backend_names_those_there_are():
         get_backend("meta")
     with pytest.raises(BackendUnavailable, match="'meta'"):
         capture(Mixer().to("meta"), Tier(16, 3))
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_the_interpreter_is_chosen_without_starting_cuda(monkeypatch, devices):
+    def starts_cuda():
+        raise AssertionError("a forked process could not use CUDA any more")
+    monkeypatch.setattr(torch.accelerator, "is_available", starts_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", starts_cuda)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "")
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET")
+    for name in [name for name in sys.modules if name == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    choose_interpreter()
+    assert is_interpreting() == (devices == 0)
 
 
 def test_an_absent_device_says_what_to_install(monkeypatch):
