@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphlin.backends import Graph, GraphBackend
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
-from graphlin.graphed import Call, GraphedBlock, Slot, inlining
+from graphlin.graphed import Call, GraphedBlock, inlining
 from graphlin.packing import Dims, Output, Signature, check_dims, output_roles
 from graphlin.replay import Pair
+from graphlin.slots import Slot
 from graphlin.tier import Tier
 
 

@@ -1,6 +1,5 @@
 """A block whose calls are replayed from graphs wherever that gives the eager result, and run eagerly elsewhere."""
 
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,13 @@ import torch
 from torch import nn
 
 from graphlin.backends import GraphBackend, get_backend
-from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow
+from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow
 from graphlin.kernels.chunk_table import chunk_table
-from graphlin.kernels.copy_rows import RowCopy
-from graphlin.packing import Dims, Layout, Role, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
-from graphlin.replay import Copy, Pair, Run, replay_with_grad
+from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
+from graphlin.replay import Pair, Run, replay_with_grad
+from graphlin.slots import Slot
 from graphlin.tier import Tier
+from graphlin.watch import Watch
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
 _inlined = ContextVar("inlined", default=False)
@@ -48,108 +48,6 @@ class Stats:
     captures: int = 0
     inlined: int = 0
     eager: Counter[str] = field(default_factory=Counter)
-
-
-class Watch:
-    """Where a block's submodules, parameters, buffers and hooks lay when its graphs were captured."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self.modules = list(block.modules())
-        self.params = list(block.parameters())
-        owners = [(path, owner) for path, module in block.named_modules()
-                  for owner in (module._parameters, module._buffers, module._modules)]
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
-                   for name, value in owner.items()]
-        hooks = [(path, owner) for path, module in block.named_modules()
-                 for owner in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-                               module._backward_pre_hooks)]
-        entries += [(owner, name, hook, f"a hook of {path or 'the block'}") for path, owner in hooks
-                    for name, hook in owner.items()]
-        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        self._dicts = [owner for _, owner in owners + hooks]
-        self._counts = [len(owner) for owner in self._dicts]
-        self._tensors = [*self.params, *block.buffers()]
-        self._addresses = [t.data_ptr() for t in self._tensors]
-        self.num_addresses = len(self._addresses)
-
-    def check(self) -> None:
-        """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
-        same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(len, self._dicts)) == self._counts
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
-        if not same:
-            raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
-                               "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
-
-    def _moved(self) -> str:
-        for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
-            if owner.get(name) is not value:
-                return path
-            if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:
-                return path
-        return "a submodule, parameter, buffer or hook of the block"
-
-
-class SeqCopy:
-    """Fills a static tensor whose dim `dim` holds sequences."""
-
-    def __init__(self, static: torch.Tensor, dim: int) -> None:
-        self.static = static
-        self._dim = dim
-        self._previous = 0
-
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        seqs = x.shape[self._dim]
-        if x.data_ptr() != self.static.data_ptr():
-            self.static.narrow(self._dim, 0, seqs).copy_(x)
-            if seqs < self._previous:
-                self.static.narrow(self._dim, seqs, self._previous - seqs).zero_()
-        self._previous = seqs
-
-    def clear(self) -> None:
-        self.static.zero_()
-
-
-class WholeCopy:
-    """Fills a static tensor of constant shape."""
-
-    def __init__(self, static: torch.Tensor) -> None:
-        self.static = static
-
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        if x.data_ptr() != self.static.data_ptr():
-            self.static.copy_(x)
-
-    def clear(self) -> None:
-        self.static.zero_()
-
-
-class Slot:
-    """Private memory for one forward that may wait for its backward: a pool, and static tensors its modes share."""
-
-    def __init__(self, backend: GraphBackend, device: torch.device) -> None:
-        self.device = device
-        self.pool = backend.new_pool()
-        self.stream = backend.side_stream(device)  # one for all captures: memory freed on it is used again on it alone
-        self.busy = False
-        self._copies: dict[tuple, Copy] = {}
-
-    def release(self) -> None:
-        self.busy = False
-
-    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype) -> Copy:
-        """The static tensor of an argument or of an output's gradient, with what fills it."""
-        key = (name, role, tuple(shape), dtype)
-        if key not in self._copies:
-            static = torch.zeros(shape, dtype=dtype, device=self.device)
-            if role is None:
-                self._copies[key] = WholeCopy(static)
-            else:
-                self._copies[key] = (RowCopy if role.kind == "tokens" else SeqCopy)(static, role.dim)
-        return self._copies[key]
-
-    def static_bytes(self) -> int:
-        return sum(copy.static.nbytes for copy in self._copies.values())
 
 
 @dataclass
@@ -317,13 +215,13 @@ class GraphedBlock(nn.Module):
         return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
 
     @contextmanager
-    def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Pair]]:
-        """Holds a slot for a call: yields the call and its pair there, captured now if it was not before."""
+    def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
+        """Holds a slot for a call: yields the call, the slot and the pair there, captured now if it was not before."""
         with self._lock:
             call = self._read(args, kwargs)
             slot, pair = self._acquire(call)
             try:
-                yield call, pair
+                yield call, slot, pair
             finally:
                 slot.release()
 

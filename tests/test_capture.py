@@ -1,5 +1,7 @@
 """Captured forwards: the eager result for every packing inside the tier, eager elsewhere."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -325,16 +327,44 @@ def test_buffers_written_by_the_forward_see_real_calls_alone(device):
     captured(graphed, 3)
 
 
-@torch.no_grad()
-def test_random_and_gc_state_are_as_before(device):
-    import gc
+def process_state(device):
+    """What a capture must leave as it was: generators, autocast, grad mode and garbage collection."""
+    generators = [torch.get_rng_state()]
+    if device.type != "cpu":
+        generators.append(torch.get_device_module(device).get_rng_state(device))
+    return (*(state.tolist() for state in generators), torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), gc.isenabled())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_state_of_the_process_is_as_before(device, grad, autocast, fails):
+    class Drops(Mixer):
+        runs = 0
+
+        def forward(self, x, cu_seqlens=None):
+            self.runs += 1
+            if fails and self.runs == 3:                       # the capture, after a run for shapes and one to warm up
+                raise KeyError("trip")
+            return super().forward(x, cu_seqlens)
     x, cu = pack((5, 3), device)
-    block = Mixer(dropout=0.5).to(device)
-    state = torch.get_rng_state()
-    graphed = capture(block, TIER, (x, cu))
-    assert torch.equal(state, torch.get_rng_state()) and gc.isenabled()
-    captured(graphed, 0)
-    assert graphed.stats.captures == 1
+    block = Drops(dropout=0.5).to(device).train()
+    with torch.set_grad_enabled(grad), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        graphed = capture(block, TIER, num_warmup_iters=1)
+        before = process_state(device)
+        if fails:
+            with pytest.raises(KeyError, match="trip"):
+                graphed.prepare((x, cu), {})
+        else:
+            graphed.prepare((x, cu), {})
+        assert process_state(device) == before
+        assert graphed.stats.captures == (not fails)
+        y = graphed(x, cu)
+        assert y.requires_grad is grad and (y.dtype == torch.bfloat16) is autocast
+    if grad:
+        y.sum().backward()
+    captured(graphed, 1, backwards=int(grad))
 
 
 @torch.no_grad()
