@@ -49,7 +49,7 @@ def replay_time(run: Callable[[], object], repeats: int = 30) -> float:
     return sorted(times)[repeats // 2]
 
 
-def both_ways(op: Callable[[], tuple[torch.Tensor, object]], leaves: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:
+def both_ways(op: Callable[[], tuple], leaves: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:
     """Forward alone, and forward plus backward."""
     def forward():
         with torch.no_grad():
@@ -61,8 +61,9 @@ def both_ways(op: Callable[[], tuple[torch.Tensor, object]], leaves: list[torch.
 def gdn(tokens: int, seqs: int, H: int = 16, HV: int = 32, D: int = 128) -> tuple[float, float]:
     """Gated DeltaNet, l2norm in the kernel, log decays and write strengths given."""
     cu = cuts(tokens, seqs)
-    g, beta = (x.requires_grad_() for x in (-0.1 * torch.rand(1, tokens, HV, device=DEVICE), torch.rand(1, tokens, HV, device=DEVICE)))
-    leaves = [leaf(1, tokens, H, D), leaf(1, tokens, H, D), leaf(1, tokens, HV, D), g, beta]
+    decay, beta = torch.rand(2, 1, tokens, HV, device=DEVICE).unbind()
+    leaves = [leaf(1, tokens, H, D), leaf(1, tokens, H, D), leaf(1, tokens, HV, D),
+              (-0.1 * decay).requires_grad_(), beta.clone().requires_grad_()]
     return both_ways(lambda: graphlin.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True, cu_seqlens=cu), leaves,
                      torch.randn_like(leaves[2]))
 
@@ -81,17 +82,18 @@ def conv(tokens: int, seqs: int, D: int = 8192, W: int = 4) -> tuple[float, floa
     """The convolution with silu."""
     cu = cuts(tokens, seqs)
     x, weight = leaf(1, tokens, D), leaf(D, W)
-    return both_ways(lambda: graphlin.causal_conv1d(x, weight, activation="silu", cu_seqlens=cu), [x, weight], torch.randn_like(x))
+    return both_ways(lambda: graphlin.causal_conv1d(x, weight, activation="silu", cu_seqlens=cu), [x, weight],
+                     torch.randn_like(x))
 
 
 def main() -> None:
     """Prints a line for each op and shape."""
-    print(f"graphlin {graphlin.__version__}, torch {torch.__version__}, Triton {triton.__version__}, {torch.cuda.get_device_name()}")
+    print(f"graphlin {graphlin.__version__}, torch {torch.__version__}, Triton {triton.__version__}",
+          torch.cuda.get_device_name(), sep=", ")
     for op, shapes in ((gdn, SHAPES), (kda, SHAPES), (conv, [(512, 8), (2048, 16), (4096, 32), (32768, 1)])):
         for tokens, seqs in shapes:
             forward, forward_backward = op(tokens, seqs)
-            print(f"{op.__name__:<5}T={tokens:<6}N={seqs:<3}forward {forward:8.1f} us   forward and backward {forward_backward:8.1f} us",
-                  flush=True)
+            print(f"{op.__name__:<5}T={tokens:<6}N={seqs:<3}forward {forward:8.1f} us   both {forward_backward:8.1f} us", flush=True)
 
 
 if __name__ == "__main__":
