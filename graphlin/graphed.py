@@ -77,8 +77,8 @@ class GraphedBlock(nn.Module):
     """Calls of `block`, replayed from graphs; made by `graphlin.capture`.
 
     `block` is the wrapped module, `tiers` the tiers its graphs are made for (largest first), `stats` counts how calls
-    ran. Several threads may call it at once; each replay takes a slot of its own, on the caller's stream. A deep or
-    pickled copy holds the block and the options, and captures anew.
+    ran. Threads may share it if their calls run on one stream, or on streams that wait for each other: a slot's memory is
+    used again as soon as its replay is enqueued. A deep or pickled copy holds the block and the options, and captures anew.
 
     >>> graphed = graphlin.capture(block, graphlin.Tier(tokens=4096, seqs=32))
     >>> y = graphed(x, cu_seqlens=cu)
