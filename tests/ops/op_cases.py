@@ -130,4 +130,14 @@ OP_CASES = [
            options={"use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1}),
 ]
 
+# A branch of the gate that no other case has, for tests of the gate.
+RAW_GATE = OpCase("gdn_raw_gate", chunk_gated_delta_rule,
+                  tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1,)},
+                  output=(1, 16), state=(1, 16, 16), parameters={"A_log": (1,)},
+                  options={"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1})
+
 each_op = pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
+
+# Between them they launch every kernel, those that add up gradients of parameters too.
+each_full_op = pytest.mark.parametrize("case", [case for case in OP_CASES if case.parameters.keys() & {"A_log", "weight"}],
+                                       ids=lambda case: case.name)

@@ -5,7 +5,7 @@ import torch
 
 from graphlin.ops.chunks import prepare_chunk_indices
 from tests.inputs import cu_of
-from tests.ops.op_cases import OP_CASES, arrange, assert_bitwise, each_op, sequence_results
+from tests.ops.op_cases import OP_CASES, arrange, assert_bitwise, each_full_op, each_op, sequence_results
 
 LENGTHS = (3, 0, 16, 20)
 TOKENS, SEQS = sum(LENGTHS), len(LENGTHS)
@@ -45,6 +45,17 @@ def test_cu_seqlens_may_be_int64_and_is_never_modified(packed):
     wide = cu.long()
     assert_bitwise(case.run(drawn, wide), expected, "with int64 cu_seqlens")
     assert torch.equal(wide, cu_of(LENGTHS, cu.device)) and torch.equal(cu, wide)
+
+
+@each_full_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_arguments_are_never_written(case, device, dtype):
+    """Nor their version counters touched, by which autograd tells that a tensor it saved was modified."""
+    drawn, cu = case.draw(7, 2, device, dtype), cu_of((3, 4), device)
+    before = {name: (x.clone(), x._version) for name, x in drawn.items()}
+    case.run(drawn, cu)
+    for name, (values, version) in before.items():
+        assert torch.equal(drawn[name], values) and drawn[name]._version == version, name
 
 
 def test_cu_seqlens_changed_in_place_between_calls(packed):

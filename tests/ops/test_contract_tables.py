@@ -5,7 +5,7 @@ import torch
 
 from graphlin.ops.chunks import prepare_chunk_indices
 from tests.inputs import cu_of, guarded, memory_of
-from tests.ops.op_cases import OP_CASES, assert_bitwise, each_op
+from tests.ops.op_cases import assert_bitwise, each_full_op, each_op
 
 LENGTHS, TOKENS = (17, 3), 24
 MOST, LEAST = 2 ** 31 - 1, -2 ** 31
@@ -19,9 +19,6 @@ TABLES = {
     "larger chunks": lambda cu: prepare_chunk_indices(cu, 200, 32),
     "nonsense": lambda cu: torch.tensor(NONSENSE, dtype=torch.int32, device=cu.device),
 }
-# Every kernel: those of the gates' and weights' partial sums, one for each row of the table, too.
-each_full_op = pytest.mark.parametrize("case", [case for case in OP_CASES if case.parameters.keys() & {"A_log", "weight"}],
-                                       ids=lambda case: case.name)
 
 
 @each_full_op

@@ -75,6 +75,12 @@ def test_long_sequences(device, rule, lengths):
 
 
 @each_rule
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_long_sequences_in_other_dtypes(device, rule, dtype):
+    standard_check(rule(lengths=(8192,), H=1, HV=2, K=64, V=64, dtype=dtype, **MODEL), device)
+
+
+@each_rule
 @pytest.mark.parametrize("lengths", [(8192,), (512,), (200, 300, 12, 500, 4, 520, 257, 255)], ids=str)
 def test_the_shape_that_peers_are_measured_at(device, rule, lengths):
     """H=16, HV=32, K=V=128, bf16, l2norm in the kernel."""
