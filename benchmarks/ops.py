@@ -93,7 +93,8 @@ def main() -> None:
     for op, shapes in ((gdn, SHAPES), (kda, SHAPES), (conv, [(512, 8), (2048, 16), (4096, 32), (32768, 1)])):
         for tokens, seqs in shapes:
             forward, forward_backward = op(tokens, seqs)
-            print(f"{op.__name__:<5}T={tokens:<6}N={seqs:<3}forward {forward:8.1f} us   both {forward_backward:8.1f} us", flush=True)
+            print(f"{op.__name__:<5}T={tokens:<6}N={seqs:<3}", f"forward {forward:8.1f} us", f"both {forward_backward:8.1f} us",
+                  flush=True)
 
 
 if __name__ == "__main__":
