@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphlin.backends import Graph, GraphBackend, get_backend
 from graphlin.errors import CaptureError, UnsupportedModule
-from graphlin.graphed import Call, GraphedBlock, Slot, first_device
+from graphlin.graphed import Call, GraphedBlock, Slot, first_device, inlining
 from graphlin.packing import Dims, Output, Signature, check_dims, output_roles
 from graphlin.replay import Pair
 from graphlin.tier import Tier
@@ -102,8 +102,8 @@ def _record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num
             copy_outputs: bool) -> Pair:
     """Warms up and records one mode in one slot; after a failure nothing of it is left."""
     device = first_device(graphed.block, tuple(call.leaves), {})
-    recording = _Recording(graphed, slot, call, device, allow_unused, copy_outputs)
-    with _undisturbed(graphed.block, device):
+    with _undisturbed(graphed.block, device), _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining():
+        recording = _Recording(graphed, slot, call, device, leaves, allow_unused, copy_outputs)
         try:
             return recording.run(num_warmup_iters if warm_up else 0)
         except BaseException:
@@ -116,30 +116,44 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     """The random state, the autocast cache, garbage collection and the block's buffers are afterwards as before.
 
     Casts are not cached inside: the cache would outlive the graph's memory. Garbage collected inside might free
-    device memory in the midst of a capture. Hooks on parameters wait outside: they run on what a replay returns, and
-    would run twice if the graph held them too.
+    device memory in the midst of a capture.
     """
     devices = [] if device.type == "cpu" else [device]
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in block.parameters() if p._backward_hooks]
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with rng, torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode turns grad on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
-        for held, _ in hooks:
-            held.clear()
         try:
             yield
         finally:
             if collects:
                 gc.enable()
             torch.set_autocast_cache_enabled(caches)
-            for held, before in hooks:
-                held.update(before)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+@contextmanager
+def _fresh_leaves(block: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Inside, leaves on the same memory stand in the block's modules for `params`; yields them in that order.
+
+    Any autograd graph that is still alive holds the accumulation nodes of its parameters, bound to the stream that it
+    was made on; a captured backward that met them would tie that stream to the capture, which CUDA refuses. Nor do the
+    parameters' hooks belong in a graph: they run on what a replay returns.
+    """
+    leaves = {param: nn.Parameter(param.detach()) for param in params}
+    places = [(module._parameters, name, param) for module in block.modules()
+              for name, param in module._parameters.items() if param in leaves]
+    for owner, name, param in places:
+        owner[name] = leaves[param]
+    try:
+        yield list(leaves.values())
+    finally:
+        for owner, name, param in places:
+            owner[name] = param
 
 
 @dataclass
@@ -150,6 +164,7 @@ class _Recording:
     slot: Slot
     call: Call
     device: torch.device
+    leaves: list[nn.Parameter]
     allow_unused: bool
     copy_outputs: bool
 
@@ -158,6 +173,8 @@ class _Recording:
         self.tier = self.graphed.tiers[0]
         self.layout, self.mode = self.call.mode.layout, self.call.mode
         self.graphs: list[Graph] = []
+        names = {id(leaf): name for name, leaf in self.graphed.block.named_parameters()}
+        self._names = names | {id(p): names[id(leaf)] for p, leaf in zip(self.mode.grad_params, self.leaves, strict=True)}
 
     def run(self, num_warmup_iters: int) -> Pair:
         inputs, self.statics = self._static_inputs()
@@ -211,8 +228,7 @@ class _Recording:
 
     def _warm_up(self, is_last: bool) -> None:
         """One eager run; in the last one a host sync is found before it could break the capture."""
-        refused = getattr(self.backend, "syncs_refused", nullcontext) if is_last else nullcontext
-        with refused():
+        with self.backend.syncs_refused() if is_last else nullcontext():
             out = self._call_block()
             outs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
             if outs and self.mode.needs_grad:
@@ -220,14 +236,34 @@ class _Recording:
 
     def _gradients(self, outs: list[torch.Tensor], grads: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Gradients of the inputs that require them, then of the parameters; autocast is for forwards only."""
-        wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.mode.grad_params]
+        wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
+        self._check_leaves(outs, wanted)
         with torch.autocast(self.device.type, enabled=False):
             return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
+
+    def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        """What the block reads by a reference of its own would get no gradient from a replay, or too small a one."""
+        known = {id(t) for t in wanted}
+        for leaf in _leaves_of(outs):
+            if id(leaf) not in known:
+                what = self._names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that requires grad")
+                raise UnsupportedModule(f"the block reads {what} neither from its arguments nor as a parameter of its "
+                                        "modules, so a replay would give it no gradient. Read it as an attribute of "
+                                        "the module that owns it (in an nn.ParameterList, not a list), register it, or "
+                                        "detach it.")
+
+    def _check_addresses(self) -> None:
+        """A leaf that no longer lies where its parameter does was given other memory by the forward."""
+        for param, leaf in zip(self.mode.grad_params, self.leaves, strict=True):
+            if leaf.data_ptr() != param.data_ptr():
+                raise UnsupportedModule(f"the block's forward gives {self._names[id(leaf)]} other memory (assigns its "
+                                        "data), which a graph cannot follow; write into it in place, under no_grad")
 
     def _forward(self, stream: Any, inputs: list, seen: list[torch.Size] | None) -> Pair:
         with self.backend.capture(pool=self.slot.pool, stream=stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
+        self._check_addresses()
         flat, spec = tree_flatten(out)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         roles = [()] * len(tensors) if seen is None else [
@@ -265,13 +301,25 @@ class _Recording:
         pair.param_grads, pair.params = list(grads[len(leaves):]), list(self.mode.grad_params)
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
-        names = {id(p): name for name, p in self.graphed.block.named_parameters()}
         wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),
-                  *(names[id(p)] for p in self.mode.grad_params)]
+                  *(self._names[id(leaf)] for leaf in self.leaves)]
         unused = [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
         if unused and not self.allow_unused:
             raise CaptureError(f"no output depends on {', '.join(unused)}: expected a gradient for every parameter and "
                                "input that requires one. Turn requires_grad off there, or pass allow_unused_input=True.")
+
+
+def _leaves_of(outs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves in which the autograd graph of `outs` ends."""
+    nodes = [torch.autograd.graph.get_gradient_edge(out).node for out in outs]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        new = {following for following, _ in node.next_functions} - seen - {None}
+        seen |= new
+        nodes += new
 
 
 def _rebuild(spec: Any, template: list, places: list[int], tensors: Sequence[torch.Tensor]) -> Any:

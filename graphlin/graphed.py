@@ -3,7 +3,9 @@
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +21,25 @@ from graphlin.replay import Copy, Pair, Run, replay_with_grad
 from graphlin.tier import Tier
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
+_inlined = ContextVar("inlined", default=False)
+
+
+@contextmanager
+def inlining() -> Iterator[None]:
+    """Graphed blocks called inside run as the blocks that they wrap, so that an outer one warms up what it captures."""
+    token = _inlined.set(True)
+    try:
+        yield
+    finally:
+        _inlined.reset(token)
 
 
 @dataclass
 class Stats:
     """How the calls of a GraphedBlock ran.
 
-    `replays` and `backward_replays` count graph replays, `captures` captured pairs, `inlined` calls inside another
-    capture, and `eager` the fallbacks by reason: the name of the error that `fallback="raise"` would have raised.
+    `replays` and `backward_replays` count graph replays, `captures` captured pairs, `inlined` calls while another
+    block is captured, and `eager` the fallbacks by reason: the name of the error that `fallback="raise"` would have raised.
     """
 
     replays: int = 0
@@ -194,7 +207,7 @@ class GraphedBlock(nn.Module):
         """
         if self.backend is None:
             self.backend = get_backend(first_device(self.block, args, kwargs))
-        if self.backend.is_capturing():
+        if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
         try:
@@ -259,6 +272,11 @@ class GraphedBlock(nn.Module):
             raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call "
                                     "should be a tensor")
         layout = make_layout(self.signature.names, structure, leaves, self._dims)
+        device = first_device(self.block, tuple(leaves), {})
+        for leaf, tensor in zip(layout.leaves, leaves, strict=True):
+            if tensor.device != device:
+                raise ValueError(f"{leaf.name}: expected a tensor on {device}, found one on {tensor.device}; a graph reads "
+                                 "nothing else")
         grad = torch.is_grad_enabled()
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)

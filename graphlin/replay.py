@@ -64,6 +64,10 @@ class Pair:
                  for output, static in zip(self.outputs, self.static_outputs, strict=True)]
         return [view.clone() for view in views] if self.copy_outputs else views
 
+    def version(self) -> int:
+        """Grows whenever a parameter is written in place."""
+        return sum([p._version for p in self.params])
+
     def reset(self) -> None:
         self.closed = True
         self.forward.reset()
@@ -83,6 +87,7 @@ class Run:
         self._batch = batch
         self._release = release
         self._count_backward = count_backward
+        self._version = pair.version()
         self._waits = True
 
     def forward(self) -> list[torch.Tensor]:
@@ -98,6 +103,9 @@ class Run:
             raise ReplayError("a captured backward was asked for twice, or after reset(): the graph's memory holds the "
                               "forward's values for one backward only. Call the block itself, graphed.block(...), "
                               "where retain_graph=True is needed.")
+        if pair.version() != self._version:
+            raise ReplayError("a parameter was modified in place between the forward and its backward, which would use "
+                              "the new values; step the optimizer after the backward")
         waiting = iter(pair.grads)
         for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
             if output.differentiable:

@@ -24,6 +24,8 @@ def pytest_configure(config):
         config.option.device = "cuda" if torch.cuda.is_available() else "host"
     if config.option.device == "host":
         os.environ["TRITON_INTERPRET"] = "1"      # Triton reads it while it loads, so before any test module does
+        # Triton 3.6's interpreter takes loop bounds from arrays of one element, which numpy 2 deprecates.
+        config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 

@@ -193,6 +193,19 @@ def test_a_second_backward_is_refused_not_wrong(device, mixer):
     captured(mixer, 1, backwards=1)
 
 
+def test_weights_changed_before_the_backward_are_noticed_as_in_eager(device, mixer):
+    x, cu = pack((5, 3), device)
+    for block, error in ((mixer, ReplayError), (mixer.block, RuntimeError)):
+        loss = block(x, cu).sum()
+        with torch.no_grad():
+            mixer.block.leave.weight.mul_(2)
+        with pytest.raises(error, match="modified "):
+            loss.backward()
+    del loss
+    mixer(x, cu).sum().backward()
+    captured(mixer, 2, backwards=1)
+
+
 def test_a_backward_after_reset_is_refused(device, mixer):
     loss = mixer(*pack((5, 3), device)).sum()
     mixer.reset()

@@ -31,7 +31,8 @@ RIGHT = Result(
 def text_file(tmp_path):
     """A text of its own kind: lines of Windows, letters beyond ASCII, a word longer than any piece."""
     path = tmp_path / "weather.txt"
-    days = [f"Day {i}: wind {'SWNE'[i % 4]} {i * 7 % 11}, über {i * i % 29}°, {'rain ' * (i % 9)}and then calm." for i in range(60)]
+    days = [f"Day {i}: wind {'SWNE'[i % 4]} {i * 7 % 11}, über {i * i % 29}°, {'rain ' * (i % 9)}and then calm."
+            for i in range(60)]
     path.write_bytes("\r\n\r\n".join([*days, "x" * 150]).encode())
     return path
 

@@ -192,6 +192,15 @@ def test_wrong_calls_are_named_and_nothing_is_lost(device, call, error, message)
     captured(graphed, 1)
 
 
+def test_a_tensor_elsewhere_is_named(device):
+    graphed = capture(Mixer().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    with pytest.raises(ValueError, match=f"cu_seqlens: expected a tensor on {device.type}.*, found one on meta"):
+        graphed(x, cu.to("meta"))
+    graphed(x, cu)
+    captured(graphed, 1)
+
+
 def test_every_error_is_a_graphlin_error():
     assert issubclass(HostSync, CaptureError) and issubclass(CaptureError, GraphlinError)
     assert issubclass(GraphlinError, RuntimeError)

@@ -51,6 +51,9 @@ class GraphBackend(Protocol):
 
     def synchronize(self, device: torch.device) -> None: ...
 
+    def syncs_refused(self) -> AbstractContextManager:
+        """Raises HostSync where its body, which is run outside captures, waits for the device; nothing if only captures tell."""
+
     def is_capturing(self) -> bool: ...
 
     def capture(self, *, pool: Any, stream: Any, error_mode: str = "thread_local") -> AbstractContextManager[Graph]:

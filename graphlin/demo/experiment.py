@@ -75,4 +75,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _clock(device: torch.device) -> str:
-    return "CPU time, which says nothing about an accelerator" if device.type == "cpu" else "wall time, device synchronised"
+    return "wall time on a CPU, no measure of an accelerator" if device.type == "cpu" else "wall time, device synchronised"

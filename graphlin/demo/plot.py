@@ -22,6 +22,8 @@ def draw(result: Result, path: Path) -> None:
     time_axes.plot(steps, times[1], marker="o", label="captured")
     over = [i for i, packing in enumerate(result.packings) if packing.over_tier]
     time_axes.plot([i + 1 for i in over], [times[1][i] for i in over], "kx", markersize=10, label="over the tier: eager")
-    time_axes.set(xlabel="step", ylabel="milliseconds", yscale="log", title=f"Time of a step, {result.clock}")
+    time_axes.set(xlabel=f"step ({result.clock})", ylabel="milliseconds", yscale="log", title="Time of a step")
+    for axes in (loss_axes, time_axes):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     time_axes.legend()
     figure.savefig(path, dpi=150)

@@ -138,7 +138,7 @@ def _summary(result: Result) -> Table:
                 f"{result.tier_bytes / 2**20:.2f} MiB",
         "loss": f"{losses[0]:.3f} to {losses[-1]:.3f} nats a byte, {result.loss_fall:.0%} less",
         "eager, captured": f"losses and final parameters {difference} (eager padded to the tier)",
-        "exact shapes": f"without padding, eager is within {comparison.exact_shapes:.0e} of a replay (relative RMS)",
+        "exact shapes": f"without padding, eager differs from a replay by {comparison.exact_shapes:.1g} (relative RMS)",
         "calls": f"{result.replays} forward and {result.backward_replays} backward replays; eager: "
                  + (", ".join(f"{n} by {reason}" for reason, n in result.eager_calls.items()) or "none"),
         "host launches": f"{launches.eager:.1f} a layer eager, {launches.replayed:.1f} replayed, forward and backward",

@@ -31,7 +31,7 @@ class Settings:
 
 
 # An interpreted Triton program takes tens of milliseconds, so a step on the CPU is as small as shows the point.
-CPU = Settings(graphlin.Tier(tokens=128, seqs=4), num_blocks=1, hidden_size=32, num_heads=1, head_dim=32,
+CPU = Settings(graphlin.Tier(tokens=96, seqs=4), num_blocks=1, hidden_size=32, num_heads=1, head_dim=32,
                dtype=torch.float32, learning_rate=2e-2, num_warmup_iters=1)
 ACCELERATOR = Settings(graphlin.Tier(tokens=4096, seqs=32), num_blocks=4, hidden_size=512, num_heads=4, head_dim=128,
                        dtype=torch.bfloat16, learning_rate=2e-3, num_warmup_iters=3)

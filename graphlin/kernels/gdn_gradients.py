@@ -167,7 +167,10 @@ def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr,
 def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
                  HV: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
                  BETA: tl.constexpr, REV_SCAN: tl.constexpr):
-    """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients."""
+    """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
+
+    The exclusive sum adds the rows one place up: inclusive minus own would leave the rounding of a large last row in a small dg.
+    """
     o_c = tl.arange(0, BT)
     p = slot * HV + i_hv
     p_g = row * HV + i_hv
@@ -175,19 +178,21 @@ def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i
     b_a = tl.load(pv + p * (2 * BT) + o_c)
     b_db = tl.load(pv + p * (2 * BT) + BT + o_c)
     b_w = tl.zeros([BT], dtype=tl.float32)
+    b_bw = tl.zeros([BT], dtype=tl.float32)
     b_sr = 0.0
     for i_k in range(0, NK):
         p_t = (i_k * NS + slot) * HV + i_hv
         b_w += tl.load(pk + p_t * (2 * BT) + o_c)
         b_a += tl.load(pk + p_t * (2 * BT) + BT + o_c)
         b_sr += tl.load(psr + p_t)
+        b_bw += tl.load(pk + p_t * (2 * BT) + o_c - 1, mask=o_c >= 1, other=0.)
     b_db += b_w
-    b_bw = b_b * b_w
+    b_bw = b_bw * tl.load(b + p * BT + o_c - 1, mask=o_c >= 1, other=0.)
     if REV_SCAN:
         b_dg = tl.cumsum(b_a, 0, reverse=True)
     else:
         b_dg = tl.sum(b_a, 0) - tl.cumsum(b_a, 0) + b_a
-    b_dg += (tl.cumsum(b_bw, 0) - b_bw) + tl.exp(tl.load(G + p * BT + BT - 1)) * b_sr
+    b_dg += tl.cumsum(b_bw, 0) + tl.exp(tl.load(G + p * BT + BT - 1)) * b_sr
     b_dg = tl.where(m_t, b_dg, 0.0)
     b_u = load_head_gates(g, dt_bias, p_g, i_hv, m_t, o_c, HV, BIAS)
     b_dg, b_da = gate_gradients(b_dg, b_u, decay_rate(A_log, i_hv), 0.0, GATE)

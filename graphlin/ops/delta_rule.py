@@ -110,15 +110,6 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
     return DeltaRule.apply(*[x.contiguous() for x in (q, k, v, g, beta)], A_log, dt_bias, initial_state, call)
 
 
-def resolve_scale(scale: float | None, K: int) -> float:
-    """The factor on q; a tensor is refused, since reading it would wait for the device."""
-    if scale is None:
-        return K ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale: expected a number, found {type(scale).__name__}")
-    return float(scale)
-
-
 def strength_range(use_sigmoid: bool, allow_neg_eigval: bool) -> float:
     """The factor on `sigmoid(beta)`; 0 where beta is given as it is."""
     return (2.0 if allow_neg_eigval else 1.0) if use_sigmoid else 0.0

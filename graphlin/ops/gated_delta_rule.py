@@ -13,9 +13,9 @@ from graphlin.ops.delta_rule import (
     check_gate,
     check_inputs,
     check_log_decays,
-    resolve_scale,
     strength_range,
 )
+from graphlin.ops.validation import check_scale
 
 GATED_DELTA_RULE = Family(run_prep, run_gradients)
 
@@ -72,7 +72,7 @@ def chunk_gated_delta_rule(
     check_gate(use_gate_in_kernel, A_log, dt_bias, v.shape[2], v.shape[2], q)
     if validate and not use_gate_in_kernel:
         check_log_decays(g, packing)
-    call = Call(GATED_DELTA_RULE, packing, resolve_scale(scale, q.shape[3]), output_final_state,
+    call = Call(GATED_DELTA_RULE, packing, check_scale(scale, q.shape[3]), output_final_state,
                 state_v_first, use_qk_l2norm_in_kernel, SOFTPLUS.value if use_gate_in_kernel else 0,
                 strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval))
     return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)

@@ -14,9 +14,9 @@ from graphlin.ops.delta_rule import (
     check_gate,
     check_inputs,
     check_log_decays,
-    resolve_scale,
     strength_range,
 )
+from graphlin.ops.validation import check_scale
 
 KDA = Family(run_prep, run_gradients)
 
@@ -83,7 +83,7 @@ def chunk_kda(
     if validate and not use_gate_in_kernel:
         check_log_decays(g, packing, LOWEST_BOUND if safe_gate else None)
     gate = 0 if not use_gate_in_kernel else SOFTPLUS.value if lower_bound is None else BOUNDED.value
-    call = Call(KDA, packing, resolve_scale(scale, K), output_final_state, state_v_first,
+    call = Call(KDA, packing, check_scale(scale, K), output_final_state, state_v_first,
                 use_qk_l2norm_in_kernel, gate, strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
                 None if lower_bound is None else float(lower_bound), safe_gate)
     return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)

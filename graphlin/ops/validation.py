@@ -37,6 +37,15 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, found {chunk_size!r}")
 
 
+def check_scale(scale: object, K: int) -> float:
+    """The factor on q, `K ** -0.5` for None. A tensor would be read on the host, so it is a TypeError."""
+    if scale is None:
+        return K ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a Python number or None, found {type(scale).__name__}")
+    return float(scale)
+
+
 def check_cu_seqlens(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str) -> None:
     """cu_seqlens must be `[N + 1]` integers on x's device, N >= 1, and x packed into one row of the batch."""
     check_tensor("cu_seqlens", cu_seqlens, shape=("N + 1",), dtypes=(torch.int32, torch.int64), like=x)

@@ -1,4 +1,4 @@
-"""Contract point 4: with the switch off, a kernel is the one whose guarded lines were never written."""
+"""With GRAPH_CAPTURE off, a kernel is the one whose guarded lines were never written."""
 
 import ast
 import json

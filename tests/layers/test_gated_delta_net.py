@@ -291,6 +291,29 @@ def test_captured_layer_passes_states_on_at_its_own_sizes(device):
     assert (graphed.stats.replays, graphed.stats.eager) == (2, {})
 
 
+class Stack(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.tables = []
+
+    def forward(self, hidden, cu_seqlens, chunk_indices=None):
+        self.tables.append(chunk_indices)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, cu_seqlens, chunk_indices)
+        return hidden
+
+
+def test_four_layers_share_one_table_and_never_wait_for_the_device(device):
+    """A capture refuses every host sync, forward and backward, so that being captured is the proof."""
+    stack = Stack(make_layer(device, num_v_heads=1) for _ in range(4))
+    graphed = graphlin.capture(stack, graphlin.Tier(tokens=16, seqs=1, chunk_size=16), num_warmup_iters=1)
+    _, found = run(stack, make_hidden(stack.layers[0], 9), cumulative(device, 0, 9), call=graphed)
+    assert stack.tables and all(isinstance(table, torch.Tensor) for table in stack.tables)
+    assert all(gradient.any() for gradient in found.values())
+    assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (1, 1, {})
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"num_heads": 2, "num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads=2, found 3"),
     ({"head_dim": 10, "expand_v": 1.25}, "expand_v: expected head_dim"),

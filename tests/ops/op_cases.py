@@ -85,9 +85,10 @@ def sequence_results(case: OpCase, results: Tensors, cu_seqlens: torch.Tensor, i
 
 
 def assert_bitwise(actual: Tensors, expected: Tensors, what: str) -> None:
-    """Asserts that two sets of results are equal to the bit, NaN for NaN."""
+    """Asserts that two sets of results are finite and equal to the bit."""
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
+        assert x.isfinite().all(), f"{name} is not finite"
         same = torch.equal(_bits(actual[name]), _bits(x))
         assert same, (f"{name} differs {what}: {_count_differing(actual[name], x)} of {x.numel()} values, by at most "
                       f"{(actual[name].double() - x.double()).abs().max():.1e}")

@@ -55,7 +55,7 @@ def test_many_sequences(device):
 
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (0, 40, 200, 16), (-5, -1, 9, 16), (16, 0, 0, 0)], ids=str)
 def test_wrong_values_give_a_table_that_stays_inside(device, values):
-    """Contract point 8: rows of a table from wrong values name sequences that exist and chunks inside [0, T)."""
+    """Rows of a table from wrong values name sequences that exist and chunks inside [0, T)."""
     cu, tokens = torch.tensor(values, dtype=torch.int32, device=device), 16
     table = prepare_chunk_indices(cu, tokens, 16)
     assert ((table[:, 0] >= -1) & (table[:, 0] < len(values) - 1)).all()

@@ -48,7 +48,7 @@ def test_cu_seqlens_may_be_int64_and_is_never_modified(packed):
 
 
 def test_cu_seqlens_changed_in_place_between_calls(packed):
-    """cases.md: the new values are used; metadata cached by identity would be stale."""
+    """The new values are used; metadata cached by identity would be stale."""
     case, drawn, cu, _ = packed
     changing, other = cu.clone(), cu_of((5, 30, 0, 1), cu.device)
     case.run(drawn, changing)
@@ -124,7 +124,7 @@ def test_slack_full_of_nan_changes_nothing_and_inactive_rows_are_exactly_zero(ca
 
 @each_op
 def test_an_empty_sequence_passes_its_state_and_its_gradient_on(case, device):
-    """cases.md: `cu=[0,0,64,64,129,129]`, in chunks of 16."""
+    """`cu=[0,0,64,64,129,129]`, in chunks of 16."""
     lengths = (0, 16, 0, 17, 0)
     drawn = case.draw(sum(lengths), len(lengths), device)
     results = case.run(drawn, cu_of(lengths, device))
@@ -136,7 +136,7 @@ def test_an_empty_sequence_passes_its_state_and_its_gradient_on(case, device):
 @each_op
 @pytest.mark.parametrize("tokens", [7, 0])
 def test_no_active_token_at_all(case, device, tokens):
-    """cases.md: x `[1, 0, D]` with `cu=[0,0]`: empty results, and no launch with an empty grid."""
+    """Tokens `[1, 0, ...]` with `cu=[0,0]`: empty results, and no launch with an empty grid."""
     drawn = case.draw(tokens, 2, device)
     results = case.run(drawn, cu_of((0, 0), device))
     assert results["o"].shape == (1, tokens, *case.output)

@@ -91,7 +91,7 @@ def test_the_exact_path_does_wait(case, device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.device_only)],
                          ids=lambda d: str(d)[6:])
 def test_a_replay_equals_eager_for_every_pack_in_the_same_buffers(case, device, dtype):
-    """cases.md: lengths replayed in turn in one graph of forward and backward; inactive rows come out 0."""
+    """Lengths replayed in turn in one graph of forward and backward; inactive rows come out 0."""
     backend = get_backend(device)
     static, cu = case.draw(TOKENS, SEQS, device, dtype), padded_cu(PACKS[0], device)
     stream = backend.side_stream(device)

@@ -120,7 +120,7 @@ def test_validate_accepts_good_values(device):
 @each_rule
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (0, 40, 200, 3), (-9, 3, 70, 16), (16, 0, -1, 90)], ids=str)
 def test_wrong_values_never_touch_memory_outside(device, rule, values):
-    """cases.md: `cu=[0,12,8,16]`. Every tensor lies between NaN guards; what is read outside would show as NaN in the
+    """`cu=[0,12,8,16]`. Every tensor lies between NaN guards; what is read outside would show as NaN in the
     sequences that are clamped into the tensor, what is written outside would change the guards."""
     problem = rule(lengths=(16, 0, 0))
     drawn = gdn_inputs(problem, device)

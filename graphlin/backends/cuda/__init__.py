@@ -35,6 +35,7 @@ class CudaBackend:
         return cuda_graph.pool_bytes(pool, device)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        cuda_graph.start_autograd(_index(device))
         return torch.cuda.Stream(device)
 
     def stream(self, stream: torch.cuda.Stream) -> AbstractContextManager:
@@ -43,11 +44,11 @@ class CudaBackend:
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
     def syncs_refused(self) -> AbstractContextManager:
         return cuda_graph.syncs_refused()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def capture(self, *, pool: Any, stream: torch.cuda.Stream,
                 error_mode: str = "thread_local") -> AbstractContextManager[torch.cuda.CUDAGraph]:

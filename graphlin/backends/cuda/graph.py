@@ -4,14 +4,27 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
+from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
 from graphlin.backends.diagnostics import blame
 from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
 
 _SYNC_ERROR = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
+
+
+@cache
+def start_autograd(index: int) -> None:
+    """Runs a first kernel in autograd's thread of the device, which makes a CUDA context current there.
+
+    A matrix product would do so too, but PyTorch warns of it; where warnings are errors, that must not stop a capture.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device=torch.device("cuda", index), requires_grad=True)
+        torch.autograd.grad(x * x, x)
 
 
 @contextmanager
@@ -23,23 +36,34 @@ def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[to
         try:
             with syncs_refused():
                 yield graph
+            _end(graph)
         except BaseException:
             _abandon(graph, pool, stream.device)
             raise
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            _abandon(graph, pool, stream.device)
-            raise
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty: a block may launch nothing, or have failed at once
+        graph.capture_end()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """Ends a failed capture. An invalidated one raises before the allocator leaves the pool, so that is done here."""
+    """Ends a capture that failed and drops its graph.
+
+    Where CUDA has invalidated the capture, ending it raises before PyTorch takes the allocator out of the pool and the
+    default generator out of its capture mode, so that is done here: the generator's by a sound, empty capture.
+    """
     try:
-        graph.capture_end()
+        _end(graph)
     except RuntimeError:
         with suppress(RuntimeError):  # unless the allocator has left it already
-            torch._C._cuda_endAllocateToPool(device.index, pool)
+            _cuda_endAllocateToPool(device.index, pool)
+            _cuda_releasePool(device.index, pool)
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin()
+        _end(empty)
+        empty.reset()
     graph.reset()
 
 

@@ -44,7 +44,7 @@ def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     elif arch != "sm_90":
         BK, BV = 32, 64
     else:
-        BK, BV = 128, 128
+        BK, BV = 64, 128
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, BK), BV=_block(V, BV)), num_warps=8, num_stages=2)
 
 
@@ -64,7 +64,7 @@ def _kda_intra(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread."""
-    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=8)
+    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:

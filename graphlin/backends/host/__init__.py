@@ -44,6 +44,9 @@ class HostBackend:
     def synchronize(self, device: torch.device) -> None:
         return None
 
+    def syncs_refused(self) -> AbstractContextManager:
+        return nullcontext()
+
     def is_capturing(self) -> bool:
         return host_graph.recorder() is not None
 

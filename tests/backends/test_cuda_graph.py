@@ -1,0 +1,95 @@
+"""CUDA captures that fail, and what they leave."""
+
+import gc
+
+import pytest
+import torch
+
+from graphlin.backends import LaunchRecord, get_backend
+from graphlin.errors import CaptureError, ColdKernel, HostSync
+from graphlin.kernels.launch import launch
+from tests.backends.kernel import add_one
+
+
+@pytest.fixture
+def cuda(request):
+    if request.config.option.device != "cuda":
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def record(device, body, pool=None):
+    backend = get_backend(device)
+    stream = backend.side_stream(device)
+    backend.synchronize(device)
+    with backend.capture(pool=pool or backend.new_pool(), stream=stream) as graph:
+        out = body()
+    return graph, out
+
+
+def launch_cold(x):
+    y = torch.zeros_like(x)
+    launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=8192)
+    return y
+
+
+FAILURES = {
+    "sync": (lambda x: (x * 2).sum().item(), HostSync),
+    "sync at once": (lambda x: x.cpu(), HostSync),
+    "cold kernel": (launch_cold, ColdKernel),
+    "invalidated": (lambda x: (x * 2, torch.cuda.synchronize()), CaptureError),
+    "of the body": (lambda x: (torch.randn_like(x), {}["key"]), KeyError),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_capture_leaves_stream_pool_and_generator_usable(cuda, failure):
+    body, error = FAILURES[failure]
+    x = torch.randn(5, device=cuda)
+    pool = get_backend(cuda).new_pool()
+    mode, hook = torch.cuda.get_sync_debug_mode(), hook_of_triton()
+    with pytest.raises(error):
+        record(cuda, lambda: body(x), pool)
+    assert torch.cuda.get_sync_debug_mode() == mode and hook_of_triton() is hook
+    assert not get_backend(cuda).is_capturing()
+    assert torch.randn(3, device=cuda).isfinite().all()
+    graph, out = record(cuda, lambda: x * 2 + torch.zeros_like(x).uniform_())
+    graph.replay()
+    assert ((out - x * 2) >= 0).all() and ((out - x * 2) <= 1).all()
+
+
+def hook_of_triton():
+    import triton
+    return triton.knobs.runtime.jit_cache_hook if hasattr(triton, "knobs") else triton.runtime.jit.JITFunction.cache_hook
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_capture_gives_its_memory_back(cuda, failure):
+    body, error = FAILURES[failure]
+    x = torch.randn(5, device=cuda)
+
+    def reserved():
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(cuda)
+    before = reserved()
+    with pytest.raises(error):
+        record(cuda, lambda: (torch.zeros(64 << 20, device=cuda), body(x)))
+    assert reserved() <= before + (4 << 20)
+
+
+def test_pool_bytes_are_the_segments_of_the_pool(cuda):
+    backend = get_backend(cuda)
+    pool = backend.new_pool()
+    assert backend.pool_bytes(pool, cuda) == 0
+    graph, out = record(cuda, lambda: torch.zeros(16 << 20, device=cuda) + 1, pool)
+    assert 64 << 20 <= backend.pool_bytes(pool, cuda) <= 256 << 20
+    graph.replay()
+    assert (out == 1).all()
+
+
+def test_device_facts(cuda):
+    backend = get_backend(cuda)
+    major, minor = torch.cuda.get_device_capability(cuda)
+    assert backend.arch(cuda) == f"sm_{major}{minor}"
+    assert backend.num_cores(torch.device("cuda")) == torch.cuda.get_device_properties(cuda).multi_processor_count
