@@ -47,7 +47,8 @@ def step(b: Buffers) -> list[torch.Tensor]:
     q, k, v = y.unflatten(-1, (3 * HEADS, WIDTH)).split(HEADS, dim=2)
     o, state = graphlin.chunk_gated_delta_rule(q, k, v, b.g, b.beta, output_final_state=True,
                                                use_qk_l2norm_in_kernel=True, **packing)
-    return [o, state, *torch.autograd.grad(o, (b.x, b.weight), b.do)]
+    grads = torch.autograd.grad(o, (b.x, b.weight), b.do)
+    return [o.detach(), state.detach(), *grads]     # a graph that stays alive would bind its leaves to the capture's stream
 
 
 @contextmanager

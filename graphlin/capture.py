@@ -192,6 +192,7 @@ class _Recording:
     def abandon(self) -> None:
         for graph in self.graphs:
             graph.reset()
+        self.slot.pool = self.backend.new_pool()  # an invalidated capture may have left the other one unusable
 
     def _static_inputs(self) -> tuple[list, list[torch.Tensor]]:
         """How the call's tensors are copied into static ones, which hold them now, and those as the block sees them."""

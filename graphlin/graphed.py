@@ -349,7 +349,9 @@ class GraphedBlock(nn.Module):
     def held_bytes(self) -> int:
         """Bytes of the pools and static tensors that the captured graphs hold."""
         device = next((t.device for t in self._watch.params), torch.device(self.backend.device_type))
-        return sum(self.backend.pool_bytes(slot.pool, device) + slot.static_bytes() for slot in self._slots)
+        pools = {pair.forward.pool() for mode in self._modes.values() for pair in mode.pairs.values()}
+        return (sum(self.backend.pool_bytes(pool, device) for pool in pools)
+                + sum(slot.static_bytes() for slot in self._slots))
 
     def reset(self) -> None:
         """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.

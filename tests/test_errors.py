@@ -129,6 +129,32 @@ def test_an_exception_of_the_block_passes_unchanged(device):
     assert_usable(graphed.block, x, cu)
 
 
+def test_a_failed_capture_leaves_other_modes_and_later_captures(device):
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.fails = nn.Linear(8, 8), True
+
+        def forward(self, x, cu_seqlens):
+            y = self.linear(x)
+            if self.training and self.fails:                             # on CUDA only the capture itself finds out
+                y.sum().item() if device.type == "cpu" else torch.cuda.synchronize()
+            return y
+    graphed = capture(Trains().to(device).eval(), TIER)
+    x, cu = pack((5, 3), device)
+    expected = graphed(x, cu).detach()
+    held = graphed.held_bytes()
+    graphed.train()
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            graphed(x, cu)
+    assert graphed.held_bytes() == held
+    graphed.block.fails = False
+    graphed(x, cu).sum().backward()
+    assert torch.equal(graphed.eval()(x, cu), expected)
+    captured(graphed, 3, backwards=1)
+
+
 def test_outputs_that_no_call_can_be_cut_from_are_refused(device):
     class Pairs(nn.Module):
         def forward(self, x, cu_seqlens):

@@ -57,7 +57,10 @@ class GraphBackend(Protocol):
     def is_capturing(self) -> bool: ...
 
     def capture(self, *, pool: Any, stream: Any, error_mode: str = "thread_local") -> AbstractContextManager[Graph]:
-        """Records what the body does; the graph it yields may be replayed once the body has ended."""
+        """Records what the body does; the graph it yields may be replayed once the body has ended.
+
+        After a failure nothing is open, but the pool may take no other capture.
+        """
 
     def arch(self, device: torch.device) -> str:
         """Name of the device generation that launch records are kept for, such as `sm_90`."""

@@ -17,8 +17,7 @@ MIN_LOG_DECAY = tl.constexpr(-32.0)
 
 @triton.jit
 def softplus(x):
-    """`log(1 + exp(x))` without overflow."""
-    """`log(1 + e^x)`, by the series of log where 1 + e would round e away: a large rate may multiply it."""
+    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away: a large rate may multiply it."""
     e = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
 

@@ -16,7 +16,13 @@ from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot,
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.delta_products import error_products, state_products
 from graphlin.kernels.gates import (
-    decay_matrix, decay_rate, gate_gradients, load_head_gates, norm_gradients, rate_gradient, strength_gradient,
+    decay_matrix,
+    decay_rate,
+    gate_gradients,
+    load_head_gates,
+    norm_gradients,
+    rate_gradient,
+    strength_gradient,
 )
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing

@@ -383,9 +383,9 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     switches = prologue.constexprs
     launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, ts, sr, *where,
            record=inter, **common, V=V)
-    launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK * halves, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
-           work.G, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, record=intra,
-           **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=constant_anchor(prologue, q.dtype))
+    launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK * halves, intra, q.device), q, k, g, prologue.A_log,
+           prologue.dt_bias, work.G, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest,
+           record=intra, **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=constant_anchor(prologue, q.dtype))
     launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq, work.rk,
            pb, pa, dqk, dq, dk, dbeta, dgate, *where, record=finish, **common, H=H, BK=BK, L2=switches["L2"],
            GATE=switches["GATE"], BETA=switches["BETA"])

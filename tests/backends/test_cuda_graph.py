@@ -1,6 +1,9 @@
 """CUDA captures that fail, and what they leave."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,6 +79,21 @@ def test_a_failed_capture_gives_its_memory_back(cuda, failure):
     with pytest.raises(error):
         record(cuda, lambda: (torch.zeros(64 << 20, device=cuda), body(x)))
     assert reserved() <= before + (4 << 20)
+
+
+FIRST_USE = """
+import torch, warnings, graphlin
+warnings.simplefilter("error")
+graphed = graphlin.capture(torch.nn.Linear(8, 8).to("{0}"), graphlin.Tier(8, 2))
+x = torch.randn(4, 8, device="{0}")
+graphed(x).sum().backward()
+assert graphlin.verify(graphed, x).ok and graphed.stats.backward_replays == 1
+"""
+
+
+def test_the_first_capture_of_a_process_warns_of_nothing(device):
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    subprocess.run([sys.executable, "-c", FIRST_USE.format(device.type)], check=True, env=os.environ | {"PYTHONPATH": paths})
 
 
 def test_pool_bytes_are_the_segments_of_the_pool(cuda):

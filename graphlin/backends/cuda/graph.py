@@ -13,6 +13,7 @@ from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 from graphlin.backends.diagnostics import blame
 from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
 
+_invalidated: list[torch.cuda.CUDAGraph] = []
 _SYNC_ERROR = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 
 
@@ -51,12 +52,15 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
     """Ends a capture that failed and drops its graph.
 
-    Where CUDA has invalidated the capture, ending it raises before PyTorch takes the allocator out of the pool and the
-    default generator out of its capture mode, so that is done here: the generator's by a sound, empty capture.
+    Where CUDA has invalidated the capture, ending it raises before PyTorch (up to 2.13 at least) takes the allocator
+    out of the pool and the default generator out of its capture mode, so that is done here: the generator's by a sound,
+    empty capture. The allocator of pinned memory can't be told: it goes on asking the graph, which is kept for that, and
+    takes no other capture in this pool.
     """
     try:
         _end(graph)
     except RuntimeError:
+        _invalidated.append(graph)
         with suppress(RuntimeError):  # unless the allocator has left it already
             _cuda_endAllocateToPool(device.index, pool)
             _cuda_releasePool(device.index, pool)

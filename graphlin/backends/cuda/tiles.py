@@ -21,7 +21,7 @@ def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32:
-        rows = 16 if K > 128 and dtype == torch.float32 else 32
+        rows = 16 if dtype == torch.float32 else 32
         return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows)), num_warps=8)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32)), num_stages=2)
 
