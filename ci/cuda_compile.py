@@ -47,6 +47,8 @@ class Variant:
     """One setting of the ops' compile-time switches. The default is the main one: that of a real layer, packed."""
 
     dtype: torch.dtype = torch.bfloat16
+    H: int = 16
+    HV: int = 32
     K: int = 128
     V: int = 128
     chunk_size: int = 64
@@ -57,6 +59,11 @@ class Variant:
     graph_capture: bool | None = None
     state_v_first: bool = False
 
+    @property
+    def is_main(self) -> bool:
+        """Whether it uses the main launch records, which may not spill much whatever the other switches."""
+        return (self.dtype, self.K, self.V, self.chunk_size) == (torch.bfloat16, 128, 128, 64)
+
 
 VARIANTS = {
     "main": Variant(),
@@ -65,6 +72,7 @@ VARIANTS = {
     "exact": Variant(graph_capture=False),
     "fp16": Variant(dtype=torch.float16),
     "fp32": Variant(dtype=torch.float32),
+    "one-group": Variant(H=32, HV=32),
     "small": Variant(K=64, V=64),
     "odd": Variant(K=100, V=60),
     "large": Variant(K=256, V=256),
@@ -74,7 +82,7 @@ VARIANTS = {
     "v-first": Variant(state_v_first=True),
     "taps-8": Variant(taps=8),
 }
-H, HV, TOKENS, SEQS = 16, 32, 256, 4
+TOKENS, SEQS = 256, 4
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -100,12 +108,12 @@ def run_chunks(variant: Variant) -> None:
     """The chunk table and the cumulative sums, both ways."""
     graphlin.prepare_chunk_indices(torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, variant.chunk_size)
     for reverse in (False, True):
-        graphlin.chunk_local_cumsum(make(1, TOKENS, HV), reverse=reverse, **packing(variant))
+        graphlin.chunk_local_cumsum(make(1, TOKENS, variant.HV), reverse=reverse, **packing(variant))
 
 
 def run_gated_delta_rule(variant: Variant) -> None:
     """Gated DeltaNet, forward and backward."""
-    dtype, seqs = variant.dtype, SEQS if variant.packed else 1
+    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
     state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
     extras: dict[str, Any] = {}
     if variant.extras:
@@ -138,7 +146,7 @@ def run_kda(variant: Variant) -> None:
 
 def run_causal_conv1d(variant: Variant) -> None:
     """The short convolution over all heads' values, forward and backward."""
-    D, dtype, seqs = HV * variant.V, variant.dtype, SEQS if variant.packed else 1
+    D, dtype, seqs = variant.HV * variant.V, variant.dtype, SEQS if variant.packed else 1
     extras: dict[str, Any] = {}
     if variant.extras:
         extras = dict(bias=make(D, dtype=dtype), residual=make(1, TOKENS, D, dtype=dtype), activation="silu",
@@ -150,7 +158,7 @@ def run_causal_conv1d(variant: Variant) -> None:
 def run_copy_in(variant: Variant) -> None:
     """The copy of active rows into a graph's static buffers."""
     cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
-    x = torch.zeros(1, TOKENS, HV * variant.V, dtype=variant.dtype)
+    x = torch.zeros(1, TOKENS, variant.HV * variant.V, dtype=variant.dtype)
     copy = RowCopy(torch.zeros_like(x), dim=1)
     copy(x, cu)
     copy(x, cu, torch.zeros(SEQS + 1, dtype=torch.int32))
@@ -285,7 +293,7 @@ def report(jobs: list[Job], processes: int) -> int:
     with get_context("fork").Pool(processes) as pool:
         for index, needs in pool.imap(_compile_numbered, range(len(jobs))):
             job = jobs[index]
-            wrong = fault(job.kernel.__name__, job.arch, job.variant == "main", needs)
+            wrong = fault(job.kernel.__name__, job.arch, VARIANTS[job.variant].is_main, needs)
             faults += bool(wrong)
             tiles = " ".join(f"{name}={value}" for name, value in job.record.tiles.items())
             print(f"{job.kernel.__name__:<24}{job.variant:<12}{job.arch:<8}{job.record.num_warps:>5}"

@@ -77,10 +77,10 @@ def allowed(importer: str, target: str) -> bool:
     return part_of(target) in MAY_IMPORT[part] or any(within(target, module) for module in modules)
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
-def test_imports_follow_the_layers(path):
-    bad = [target for target in imports(tree(path)) if not allowed(module_name(path), target)]
-    assert not bad, f"{module_name(path)} may not import {', '.join(bad)}; see MAY_IMPORT in {__file__}"
+def test_imports_follow_the_layers():
+    bad = [f"{module_name(path)} may not import {target}" for path in PACKAGE for target in imports(tree(path))
+           if not allowed(module_name(path), target)]
+    assert not bad, "\n".join([*bad, f"see MAY_IMPORT in {__file__}"])
 
 
 @pytest.mark.parametrize("importer, target", [

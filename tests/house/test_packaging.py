@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import graphlin
 from tests.house.source import ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml; Python 3.11")
@@ -19,6 +20,10 @@ def test_name_python_and_license(project):
     assert project["requires-python"] == ">=3.10"
     assert project["license"] == "MIT"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License")
+
+
+def test_version_is_that_of_the_package(project):
+    assert graphlin.__version__ == project["version"]
 
 
 def test_extras(project):
