@@ -27,7 +27,7 @@ setup: $(READY)  ## Makes the CPU environment in VENV.
 $(READY): pyproject.toml ci/constraints-cpu.txt $(CONSTRAINTS)
 	@echo "Setting up $(VENV) with the versions of $(CONSTRAINTS) (a few minutes on a first run)"
 	$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -e '.[cpu,test,bench,dev]' -c $(CONSTRAINTS) || { echo \
+	@$(BIN)/python -m pip install -qq -e '.[cpu,test,bench,dev]' -c $(CONSTRAINTS) || { echo \
 	  "make: the set-up needs the CPU build of torch, which PyPI does not have for Linux. Run this once:" \
 	  "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup" >&2; exit 1; }
 	@touch $@

@@ -128,7 +128,7 @@ def run_gated_delta_rule(variant: Variant) -> None:
 
 def run_kda(variant: Variant) -> None:
     """Kimi Delta Attention with each of its gates, forward and backward."""
-    dtype, seqs = variant.dtype, SEQS if variant.packed else 1
+    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
     state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
     gates: list[dict[str, Any]] = [{}]
     if variant.extras:

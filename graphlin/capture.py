@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphlin.backends import Graph, GraphBackend, get_backend
+from graphlin.backends import Graph, GraphBackend
 from graphlin.errors import CaptureError, UnsupportedModule
-from graphlin.graphed import Call, GraphedBlock, Slot, first_device, inlining
+from graphlin.graphed import Call, GraphedBlock, Slot, inlining
 from graphlin.packing import Dims, Output, Signature, check_dims, output_roles
 from graphlin.replay import Pair
 from graphlin.tier import Tier
@@ -63,12 +63,12 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     check_dims(dims, signature.names)
     args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
     has_sample = bool(args or kwargs)
-    if backend is None and (has_sample or any(True for _ in block.parameters())):
-        backend = get_backend(first_device(block, args, kwargs))
     record = partial(_record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input,
                      copy_outputs=copy_outputs)
     graphed = GraphedBlock(block, tiers, record, signature=signature, dims=dims, slots=slots, fallback=fallback,
                            backend=backend)
+    if has_sample or any(True for _ in block.parameters()):
+        graphed.find_backend(args, kwargs)
     if has_sample:
         graphed.prepare(args, kwargs)
     return graphed
@@ -101,9 +101,8 @@ def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback
 def _record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num_warmup_iters: int, allow_unused: bool,
             copy_outputs: bool) -> Pair:
     """Warms up and records one mode in one slot; after a failure nothing of it is left."""
-    device = first_device(graphed.block, tuple(call.leaves), {})
-    with _undisturbed(graphed.block, device), _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining():
-        recording = _Recording(graphed, slot, call, device, leaves, allow_unused, copy_outputs)
+    with _undisturbed(graphed.block, slot.device), _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining():
+        recording = _Recording(graphed, slot, call, leaves, allow_unused, copy_outputs)
         try:
             return recording.run(num_warmup_iters if warm_up else 0)
         except BaseException:
@@ -163,13 +162,12 @@ class _Recording:
     graphed: GraphedBlock
     slot: Slot
     call: Call
-    device: torch.device
     leaves: list[nn.Parameter]
     allow_unused: bool
     copy_outputs: bool
 
     def __post_init__(self) -> None:
-        self.backend = self.graphed.backend
+        self.backend, self.device = self.graphed.backend, self.slot.device
         self.tier = self.graphed.tiers[0]
         self.layout, self.mode = self.call.mode.layout, self.call.mode
         self.graphs: list[Graph] = []
@@ -178,26 +176,24 @@ class _Recording:
 
     def run(self, num_warmup_iters: int) -> Pair:
         inputs, self.statics = self._static_inputs()
-        stream = self.backend.side_stream(self.device)
         self.backend.synchronize(self.device)
-        with self.backend.stream(stream):
+        with self.backend.stream(self.slot.stream):
             seen = self._shapes_at_other_sizes()
             for i in range(num_warmup_iters):
                 self._warm_up(is_last=i == num_warmup_iters - 1)
         self.backend.synchronize(self.device)
-        pair = self._forward(stream, inputs, seen)
+        pair = self._forward(inputs, seen)
         self.backend.synchronize(self.device)
         return pair
 
     def abandon(self) -> None:
         for graph in self.graphs:
             graph.reset()
-        self.slot.pool = self.backend.new_pool()  # an invalidated capture may have left the other one unusable
 
     def _static_inputs(self) -> tuple[list, list[torch.Tensor]]:
         """How the call's tensors are copied into static ones, which hold them now, and those as the block sees them."""
         sizes = self.tier.tokens, self.tier.seqs
-        copies = [self.slot.copy(leaf.name, leaf.role, leaf.shape(*sizes), tensor.dtype, self.device)
+        copies = [self.slot.copy(leaf.name, leaf.role, leaf.shape(*sizes), tensor.dtype)
                   for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
         self.static_cu = None if self.layout.cu is None else copies[self.layout.cu].static
         inputs = [(i, copy, self.static_cu if i == self.layout.tokens else None)
@@ -260,8 +256,8 @@ class _Recording:
                 raise UnsupportedModule(f"the block's forward gives {self._names[id(leaf)]} other memory (assigns its "
                                         "data), which a graph cannot follow; write into it in place, under no_grad")
 
-    def _forward(self, stream: Any, inputs: list, seen: list[torch.Size] | None) -> Pair:
-        with self.backend.capture(pool=self.slot.pool, stream=stream) as graph:
+    def _forward(self, inputs: list, seen: list[torch.Size] | None) -> Pair:
+        with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
         self._check_addresses()
@@ -277,10 +273,10 @@ class _Recording:
         pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors],
                     partial(_rebuild, spec, template, places), self.copy_outputs)
         if any(output.differentiable for output in outputs):
-            self._backward(pair, tensors, stream)
+            self._backward(pair, tensors)
         return pair
 
-    def _backward(self, pair: Pair, tensors: list[torch.Tensor], stream: Any) -> None:
+    def _backward(self, pair: Pair, tensors: list[torch.Tensor]) -> None:
         outs = []
         for i, (output, tensor) in enumerate(zip(pair.outputs, tensors, strict=True)):
             if not output.differentiable:
@@ -290,9 +286,9 @@ class _Recording:
                                         "a tensor with one, or detach it")
             outs.append(tensor)
             role = output.roles[0] if output.roles else None
-            pair.grads.append(self.slot.copy(f"gradient of output {i}", role, tensor.shape, tensor.dtype, self.device))
+            pair.grads.append(self.slot.copy(f"gradient of output {i}", role, tensor.shape, tensor.dtype))
         self.backend.synchronize(self.device)
-        with self.backend.capture(pool=self.slot.pool, stream=stream) as graph:
+        with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             grads = self._gradients(outs, [copy.static for copy in pair.grads])
         self._check_used(grads)

@@ -121,20 +121,21 @@ class WholeCopy:
 class Slot:
     """Private memory for one forward that may wait for its backward: a pool, and static tensors its modes share."""
 
-    def __init__(self, backend: GraphBackend) -> None:
+    def __init__(self, backend: GraphBackend, device: torch.device) -> None:
+        self.device = device
         self.pool = backend.new_pool()
+        self.stream = backend.side_stream(device)  # one for all captures: memory freed on it is used again on it alone
         self.busy = False
         self._copies: dict[tuple, Copy] = {}
 
     def release(self) -> None:
         self.busy = False
 
-    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype,
-             device: torch.device) -> Copy:
+    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype) -> Copy:
         """The static tensor of an argument or of an output's gradient, with what fills it."""
         key = (name, role, tuple(shape), dtype)
         if key not in self._copies:
-            static = torch.zeros(shape, dtype=dtype, device=device)
+            static = torch.zeros(shape, dtype=dtype, device=self.device)
             if role is None:
                 self._copies[key] = WholeCopy(static)
             else:
@@ -187,6 +188,7 @@ class GraphedBlock(nn.Module):
         self.stats = Stats()
         self.signature = signature
         self.backend = backend
+        self._given_backend = backend
         self._record = record
         self._dims = dims
         self._num_slots = slots
@@ -205,8 +207,7 @@ class GraphedBlock(nn.Module):
         and counted in `stats.eager`, or, with `fallback="raise"`, a ReplayError. Raises CaptureError where a first
         call of a mode can't be captured.
         """
-        if self.backend is None:
-            self.backend = get_backend(first_device(self.block, args, kwargs))
+        self.find_backend(args, kwargs)
         if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
@@ -232,11 +233,17 @@ class GraphedBlock(nn.Module):
         mode = call.mode
         return replay_with_grad(run, [*(call.leaves[i] for i in mode.grad_leaves), *mode.grad_params])
 
+    def find_backend(self, args: tuple, kwargs: dict) -> None:
+        """Settles on the backend of the block's device, or of this call's; raises BackendUnavailable."""
+        if self.backend is None:
+            self.backend = get_backend(first_device(self.block, args, kwargs))
+
     def _count_backward(self) -> None:
         self.stats.backward_replays += 1
 
     def read(self, args: tuple, kwargs: dict) -> Call:
         """Matches a call with its mode, or raises the ReplayError that says why it can't be replayed."""
+        self.find_backend(args, kwargs)
         values = self.signature.bind(args, kwargs)
         if self.signature.builds_table:
             values[self.signature.chunks] = None
@@ -284,17 +291,18 @@ class GraphedBlock(nn.Module):
 
     def acquire(self, call: Call) -> tuple[Slot, Pair]:
         """A free slot, to be released by the caller, and the call's pair in it, captured now if it was not before."""
-        slot = self._free_slot()
+        slot = self._free_slot(call)
         try:
             return slot, call.mode.pairs.get(slot) or self._capture(call, slot)
         except BaseException:
             slot.release()
             raise
 
-    def _free_slot(self) -> Slot:
+    def _free_slot(self, call: Call) -> Slot:
         with self._lock:
             if not self._slots:
-                self._slots = [Slot(self.backend) for _ in range(self._num_slots)]
+                device = first_device(self.block, tuple(call.leaves), {})
+                self._slots = [Slot(self.backend, device) for _ in range(self._num_slots)]
             for slot in self._slots:
                 if not slot.busy:
                     slot.busy = True
@@ -305,19 +313,27 @@ class GraphedBlock(nn.Module):
     def _capture(self, call: Call, slot: Slot) -> Pair:
         """Captures the mode in this slot and in every other one that is free; after a failure in none."""
         pairs = call.mode.pairs
+        slots = [slot, *(s for s in self._slots if not s.busy and s not in pairs)]
         try:
-            for each in [slot, *(s for s in self._slots if not s.busy and s not in pairs)]:
+            for each in slots:
                 pairs[each] = self._record(self, each, call, not pairs)
                 self.stats.captures += 1
         except BaseException:
-            if call.key not in self._modes:
-                for pair in pairs.values():
-                    pair.reset()
-            if not self._modes:
-                self._slots = []
+            self._renew(slots, [call.mode, *self._modes.values()])
             raise
         self._modes[call.key] = call.mode
         return pairs[slot]
+
+    def _renew(self, slots: list[Slot], modes: list[Mode]) -> None:
+        """Puts new slots for these, without graphs: a pool gives memory back only as a whole, so all its graphs go.
+
+        The next call of each mode captures it again.
+        """
+        for mode in modes:
+            for slot in slots:
+                if slot in mode.pairs:
+                    mode.pairs.pop(slot).reset()
+        self._slots = [Slot(self.backend, slot.device) if slot in slots else slot for slot in self._slots]
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
         """Captures the mode of a sample call, and takes no further modes from then on."""
@@ -348,10 +364,7 @@ class GraphedBlock(nn.Module):
 
     def held_bytes(self) -> int:
         """Bytes of the pools and static tensors that the captured graphs hold."""
-        device = next((t.device for t in self._watch.params), torch.device(self.backend.device_type))
-        pools = {pair.forward.pool() for mode in self._modes.values() for pair in mode.pairs.values()}
-        return (sum(self.backend.pool_bytes(pool, device) for pool in pools)
-                + sum(slot.static_bytes() for slot in self._slots))
+        return sum(self.backend.pool_bytes(slot.pool, slot.device) + slot.static_bytes() for slot in self._slots)
 
     def reset(self) -> None:
         """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.
@@ -368,6 +381,7 @@ class GraphedBlock(nn.Module):
     def refresh(self) -> None:
         """Takes the block as it is now, after a part of it was replaced or moved; then as `reset`."""
         self.reset()
+        self.backend = self._given_backend
         self._watch = Watch(self.block)
 
 

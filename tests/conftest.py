@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.memory import PoisonedMemory
+
 _TORCH_TYPE = {"host": "cpu", "cuda": "cuda", "npu": "npu"}
 
 
@@ -78,29 +80,16 @@ def fixed_seeds():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request, monkeypatch):
-    """Fills what `torch.empty` and its kin return: NaN, or the largest integer, as torch's own debug mode does.
+    """Fills what `torch.empty` and its kin return with NaN, or a large integer, and watches the memory around it.
 
-    A row that a kernel forgets to write is then seen in the result. Torch's mode would also swap algorithms. The fill
-    is one more launch; a test that counts launches is marked `raw_memory`.
+    A row that a kernel forgets to write is then seen in the result, a row written outside a result or workspace at the
+    end of the test. Torch's own debug mode would also swap algorithms. The fill is one more launch; a test that counts
+    launches is marked `raw_memory`.
     """
-    if request.node.get_closest_marker("raw_memory"):
-        return
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
-                        (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")):
-        monkeypatch.setattr(owner, name, _poisoning(getattr(owner, name)))
-
-
-def _poisoning(allocate):
-    def poisoned(*args, **kwargs):
-        out = allocate(*args, **kwargs)
-        if out.is_meta or out.numel() == 0:
-            return out
-        with torch.no_grad():
-            return out.fill_(_poison(out.dtype))
-    return poisoned
-
-
-def _poison(dtype: torch.dtype):
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
+    memory = PoisonedMemory()
+    if not request.node.get_closest_marker("raw_memory"):
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
+                            (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")):
+            monkeypatch.setattr(owner, name, memory.allocating(getattr(owner, name)))
+    yield memory
+    memory.check()

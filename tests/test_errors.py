@@ -143,15 +143,39 @@ def test_a_failed_capture_leaves_other_modes_and_later_captures(device):
     graphed = capture(Trains().to(device).eval(), TIER)
     x, cu = pack((5, 3), device)
     expected = graphed(x, cu).detach()
-    held = graphed.held_bytes()
-    graphed.train()
     for _ in range(2):
+        graphed.train()
         with pytest.raises(CaptureError):
             graphed(x, cu)
-    assert graphed.held_bytes() == held
+        assert graphed.held_bytes() == 0                                 # the pool that it shared with the other mode
+        assert torch.equal(graphed.eval()(x, cu).detach(), expected)
     graphed.block.fails = False
-    graphed(x, cu).sum().backward()
-    assert torch.equal(graphed.eval()(x, cu), expected)
+    graphed.train()(x, cu).sum().backward()
+    captured(graphed, 4, backwards=1)
+    assert graphed.stats.captures == 4
+
+
+def test_a_capture_that_fails_in_a_second_slot_gives_the_first_ones_back(device):
+    class Trips(nn.Linear):
+        left = 0
+
+        def forward(self, x, cu_seqlens):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyError("trip")
+            return super().forward(x)
+    graphed = capture(Trips(8, 8).to(device), TIER, slots=3, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    with torch.no_grad():
+        expected = graphed(x, cu)
+    waiting, graphed.block.left = graphed(x, cu), 0
+    graphed.eval().block.left = 5                                        # two runs before a slot's first capture, two after
+    with pytest.raises(KeyError, match="trip"), torch.no_grad():
+        graphed(x, cu)
+    waiting.sum().backward()                                             # its slot was not touched
+    graphed.train()
+    with torch.no_grad():
+        assert torch.equal(graphed(x, cu), expected)
     captured(graphed, 3, backwards=1)
 
 

@@ -43,6 +43,12 @@ def assert_close_rms(name: str, actual: torch.Tensor, expected: torch.Tensor, dt
                                   f"expected {float(expected[worst])!r}")
 
 
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS(actual - expected) / RMS(expected)."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float(_rms(actual - expected) / _rms(expected))
+
+
 def _rms(x: torch.Tensor) -> torch.Tensor:
     return x.square().mean().sqrt()
 

@@ -22,10 +22,11 @@ def sequence(cu, i_n, T, VARLEN: tl.constexpr):
 
 @triton.jit
 def chunk(chunks, i_c, NTS, VARLEN: tl.constexpr):
-    """Sequence and chunk-in-sequence of chunk `i_c`: a row of the table, or by arithmetic (NTS chunks a dense sequence)."""
+    """Sequence and chunk-in-sequence of chunk `i_c`: a row of the table, or by arithmetic (NTS chunks a dense sequence).
+    The clamp keeps rows of a table made of anything else from leading before the sequence, or past 32 bits."""
     if VARLEN:
         i_n = tl.load(chunks + i_c * 2).to(tl.int32)
-        i_t = tl.load(chunks + i_c * 2 + 1).to(tl.int32)
+        i_t = tl.minimum(tl.maximum(tl.load(chunks + i_c * 2 + 1).to(tl.int32), 0), 1 << 24)
     else:
         i_n = i_c // NTS
         i_t = i_c % NTS

@@ -2,7 +2,8 @@
 
 With `p` a token's position in its sequence of n tokens, `x_p` the initial state's slot `W + p` where p < 0 (or 0):
     z_p = bias + Σ_j weight[W-1-j] x_(p-j),   y = act(z) + residual,   final[w] = x_(n-W+w)
-`conv_backward` has the gradients.
+`conv_backward` has the gradients. A product that is added to something is a `tl.fma`: else the compiler chooses by tile
+shape which ones to fuse, and the last bit of a result follows.
 """
 
 import torch
@@ -81,13 +82,17 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
             if INITIAL:
                 if i_r < j:
                     b_x += load_slots(initial_state, i_n, (i_r - j + W) + o_r, o_d, D, W, BD)
-            b_z += tap(b_w, j, W, BW)[None, :] * b_x
-        if SILU:
-            b_z = b_z * sigmoid(b_z)
+            b_z = tl.fma(tap(b_w, j, W, BW)[None, :], b_x, b_z)
         m = row_mask(i_r + o_r < n, o_d, D, BD)
         if RESIDUAL:
-            b_z += tl.load(residual + p + o_x, mask=m, other=0.).to(tl.float32)
-        tl.store(y + p + o_x, b_z.to(y.dtype.element_ty), mask=m)
+            b_y = tl.load(residual + p + o_x, mask=m, other=0.).to(tl.float32)
+        else:
+            b_y = tl.zeros([BR, BD], dtype=tl.float32)
+        if SILU:
+            b_y = tl.fma(b_z, sigmoid(b_z), b_y)
+        else:
+            b_y += b_z
+        tl.store(y + p + o_x, b_y.to(y.dtype.element_ty), mask=m)
 
 
 @triton.jit

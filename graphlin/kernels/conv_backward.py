@@ -19,7 +19,7 @@ from graphlin.kernels.reduce import reduce_partials_into
 def _silu_gradient(b_z):
     """`s + s z (1 - s)` with s the sigmoid of z."""
     b_s = sigmoid(b_z)
-    return b_s + b_s * (b_z - b_z * b_s)
+    return tl.fma(b_s, tl.fma(b_z * -1.0, b_s, b_z), b_s)
 
 
 @triton.jit
@@ -54,21 +54,21 @@ def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x,
 @triton.jit
 def _weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
     """b_s and the weighted sum of the first W of eight rows."""
-    b_s += w_0[None, :] * b_0
+    b_s = tl.fma(w_0[None, :], b_0, b_s)
     if W > 1:
-        b_s += w_1[None, :] * b_1
+        b_s = tl.fma(w_1[None, :], b_1, b_s)
     if W > 2:
-        b_s += w_2[None, :] * b_2
+        b_s = tl.fma(w_2[None, :], b_2, b_s)
     if W > 3:
-        b_s += w_3[None, :] * b_3
+        b_s = tl.fma(w_3[None, :], b_3, b_s)
     if W > 4:
-        b_s += w_4[None, :] * b_4
+        b_s = tl.fma(w_4[None, :], b_4, b_s)
     if W > 5:
-        b_s += w_5[None, :] * b_5
+        b_s = tl.fma(w_5[None, :], b_5, b_s)
     if W > 6:
-        b_s += w_6[None, :] * b_6
+        b_s = tl.fma(w_6[None, :], b_6, b_s)
     if W > 7:
-        b_s += w_7[None, :] * b_7
+        b_s = tl.fma(w_7[None, :], b_7, b_s)
     return b_s
 
 
@@ -141,7 +141,15 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
     x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
     zero = tl.zeros([BR, BD], dtype=tl.float32)
-    d_1, d_2, d_3, d_4, d_5, d_6, d_7 = zero, zero, zero, zero, zero, zero, zero
+    # A tile for each: Triton 3.6 to 3.9 carry a name round a loop only if the body leaves it another tile than it came
+    # with, so of names with one first tile those that just hand it on would stay 0.
+    d_1 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_2 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_3 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_4 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_5 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_6 = tl.zeros([BR, BD], dtype=tl.float32)
+    d_7 = tl.zeros([BR, BD], dtype=tl.float32)
     g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
     x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
     x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
@@ -163,7 +171,7 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
             dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
             if SILU:
                 b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
-                d_0 = d_0 * _silu_gradient(b_z)
+                d_0 = tl.fma(d_0, _silu_gradient(b_z), zero)
             b_dx = _weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
             i_o = i_r - (W - 1)
             if DFINAL:
@@ -174,15 +182,15 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
             d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
             if own:                    # rows after a strand are counted where they belong
                 g_b += d_0
-                g_0 += d_0 * x_0
-                g_1 += d_0 * x_1
-                g_2 += d_0 * x_2
-                g_3 += d_0 * x_3
+                g_0 = tl.fma(d_0, x_0, g_0)
+                g_1 = tl.fma(d_0, x_1, g_1)
+                g_2 = tl.fma(d_0, x_2, g_2)
+                g_3 = tl.fma(d_0, x_3, g_3)
                 if W > 4:
-                    g_4 += d_0 * x_4
-                    g_5 += d_0 * x_5
-                    g_6 += d_0 * x_6
-                    g_7 += d_0 * x_7
+                    g_4 = tl.fma(d_0, x_4, g_4)
+                    g_5 = tl.fma(d_0, x_5, g_5)
+                    g_6 = tl.fma(d_0, x_6, g_6)
+                    g_7 = tl.fma(d_0, x_7, g_7)
             x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
     R: tl.constexpr = W + 1 if BIAS else W
     _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (R * D), o_d, D, W, BIAS,
@@ -207,17 +215,20 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
         m = m_d[:, None] & ((o_w >= n) & (o_w < W))[None, :]
         b_dh += tl.load(dfinal + (p_h - n) + o_h, mask=m, other=0.).to(tl.float32)
     for i_p in tl.static_range(W - 1):
-        b_dz = tl.load(dy + (bos + i_p) * D + o_d, mask=o_d < tl.where(n > i_p, D, 0), other=0.).to(tl.float32)
+        m = o_d < tl.where(n > i_p, D, 0)
+        b_dz = tl.load(dy + (bos + i_p) * D + o_d, mask=m, other=0.).to(tl.float32)
         if SILU:
-            o_p = (i_p - W + 1) + o_w                 # the row that column w weighs
-            p_x = x + (bos + i_p - W + 1) * D + o_w[None, :] * D + o_d[:, None]
-            m = m_d[:, None] & ((o_p >= 0) & (o_w < W) & (o_p < n))[None, :]
-            b_x = tl.load(p_x, mask=m, other=0.).to(tl.float32)                                 # [BD, BW]
-            m = m_d[:, None] & (o_p < 0)[None, :]
-            b_x += tl.load(initial_state + (p_h + i_p + 1) + o_h, mask=m, other=0.).to(tl.float32)
-            b_dz *= _silu_gradient(b_b + tl.sum(b_w * b_x, 1))
+            b_z = b_b
+            for j in tl.static_range(W):
+                if j <= i_p:
+                    b_x = tl.load(x + (bos + i_p - j) * D + o_d, mask=m, other=0.).to(tl.float32)
+                else:
+                    b_x = tl.load(initial_state + (p_h + W + i_p - j) + o_d * W, mask=m, other=0.).to(tl.float32)
+                b_z = tl.fma(tap(b_w, j, W, BW), b_x, b_z)
+            b_dz *= _silu_gradient(b_z)
         m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
-        b_dh += b_dz[:, None] * tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
+        b_v = tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
+        b_dh = tl.fma(b_dz[:, None], b_v, b_dh)                                                 # [BD, BW]
     tl.store(dinitial + p_h + o_h, b_dh.to(dinitial.dtype.element_ty), mask=m_d[:, None] & (o_w < W)[None, :])
 
 

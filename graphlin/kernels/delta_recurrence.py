@@ -5,8 +5,8 @@ With S the state entering a chunk and R the gradient of the state leaving it thr
     dE = Pᵀ dO + k_w R,      dV = Aᵀ dE,        R ← e^(G_C) R + q̃ᵀ dO − k̃ᵀ dV
 with q̃ = s e^G∘q, k̃ = e^G∘k, k_w = β e^(G_C−G)∘k. Where each channel has its decay (PER_CHANNEL), e^(G_C) scales the rows of
 S, and q̃, k̃, k_w come from memory. Where a head has one, all of these scale rows of `[BT, BV]` tiles instead, with the l2
-norms' inverses r_q, r_k: k̃ S = (e^G r_k)∘(k S). The two recurrences need nothing of each other. States are kept transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that
-they stay in registers.
+norms' inverses r_q, r_k: k̃ S = (e^G r_k)∘(k S). The two recurrences need nothing of each other. States are kept transposed,
+`Sᵀ [BV, BK]`, always the left dot operand, so that they stay in registers.
 """
 
 import torch

@@ -90,7 +90,9 @@ def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None,
             raise ValueError(f"chunk_indices: expected at least {needed} rows for {tokens} tokens in {seqs} sequences at "
                              f"chunk_size {chunk_size}, found {chunk_indices.shape[0]}; build it with prepare_chunk_indices, "
                              "or pass graph_capture=False with an exact table")
-        chunks = chunk_indices.contiguous()
+        if validate:
+            _check_table(chunk_indices, cu_seqlens, tokens, chunk_size, capture)
+        chunks = chunk_indices.contiguous() if capture else _without_sentinels(chunk_indices, seqs)
     elif capture:
         chunks = chunk_table(cu_seqlens, tokens, chunk_size)
     else:
@@ -98,9 +100,32 @@ def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None,
     return Packing(cu_seqlens, chunks, seqs, tokens, chunks.shape[0], 0, chunk_size, capture)
 
 
+def _check_table(chunk_indices: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, chunk_size: int, capture: bool) -> None:
+    """Raises ValueError unless the table is that of these sequences: sentinels last, or none on the exact path."""
+    expected = _chunk_rows(cu_seqlens, tokens, chunk_size)
+    found = read_values("chunk_indices", chunk_indices, "validate=True")
+    sentinels = [[-1, -1]] * (len(found) - len(expected)) if capture else []
+    if found != expected + sentinels:
+        row = next((i for i, (a, b) in enumerate(zip(found, expected + sentinels, strict=False)) if a != b), len(expected))
+        raise ValueError(f"chunk_indices: expected the table of cu_seqlens at chunk_size {chunk_size} ({len(expected)} chunks, "
+                         f"{'sentinels last' if capture else 'no sentinels'}), found another one from row {row} on; build it "
+                         "with prepare_chunk_indices for the same cu_seqlens and chunk_size")
+
+
+def _without_sentinels(chunk_indices: torch.Tensor, seqs: int) -> torch.Tensor:
+    """A copy without negative or too large sequence numbers: the exact path's kernels have no code that would skip them."""
+    chunks = chunk_indices.clamp(min=0)
+    chunks[:, 0].clamp_(max=seqs - 1)
+    return chunks
+
+
 def _exact_table(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> torch.Tensor:
     """The table without sentinels, from values read on the host."""
-    check_cu_values(cu_seqlens, tokens)
-    values = read_values("cu_seqlens", cu_seqlens, "graph_capture=False")
-    rows = [(i, t) for i, (a, b) in enumerate(zip(values, values[1:], strict=False)) for t in range(-(-(b - a) // chunk_size))]
+    rows = _chunk_rows(cu_seqlens, tokens, chunk_size)
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, 2).to(cu_seqlens.device)
+
+
+def _chunk_rows(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> list[list[int]]:
+    check_cu_values(cu_seqlens, tokens)
+    values = read_values("cu_seqlens", cu_seqlens, "graph_capture=False, or validate=True with chunk_indices,")
+    return [[i, t] for i, (a, b) in enumerate(zip(values, values[1:], strict=False)) for t in range(-(-(b - a) // chunk_size))]

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from graphlin.backends import LaunchRecord, get_backend
+from graphlin.capture import capture
 from graphlin.errors import CaptureError, ColdKernel, HostSync
 from graphlin.kernels.launch import launch
+from graphlin.tier import Tier
 from tests.backends.kernel import add_one
 
 
@@ -94,6 +96,22 @@ assert graphlin.verify(graphed, x).ok and graphed.stats.backward_replays == 1
 def test_the_first_capture_of_a_process_warns_of_nothing(device):
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     subprocess.run([sys.executable, "-c", FIRST_USE.format(device.type)], check=True, env=os.environ | {"PYTHONPATH": paths})
+
+
+def test_modes_of_a_slot_use_the_same_memory(cuda):
+    class Wide(torch.nn.Module):
+        def forward(self, x):
+            return x.expand(4 << 20, 8).exp().sum()                      # 128 MiB that no output holds
+    block = Wide()
+    graphed = capture(block, Tier(8, 2))
+    x = torch.ones(8, device=cuda)
+    with torch.no_grad():
+        graphed(x)
+        held = graphed.held_bytes()
+        assert held >= 128 << 20
+        graphed.eval()(x)
+    assert graphed.held_bytes() < held + (32 << 20)
+    assert (graphed.stats.replays, graphed.stats.captures) == (2, 2)
 
 
 def test_pool_bytes_are_the_segments_of_the_pool(cuda):

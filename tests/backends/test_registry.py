@@ -48,6 +48,18 @@ def test_a_backend_may_be_given_to_one_capture(device, outsider):
     assert "capture" in outsider.asked and get_backend(device) is not outsider
 
 
+def test_refresh_takes_the_backend_that_serves_the_block_now(device, outsider):
+    graphed = capture(Mixer().to(device), Tier(16, 3))
+    x, cu = pack([3, 6], device)
+    graphed(x, cu)
+    register_backend(outsider)
+    outsider.asked.clear()
+    graphed.refresh()
+    graphed(x, cu)
+    assert "capture" in outsider.asked
+    captured(graphed, 2)
+
+
 def test_an_incomplete_backend_is_refused_by_its_gaps(outsider):
     class Half:
         device_type = "meta"

@@ -68,3 +68,20 @@ def test_public_function_is_documented_with_an_example(name):
     assert ">>> " in text, f"{name}: a two-line example"
     for argument in inspect.signature(getattr(graphlin, name)).parameters:
         assert re.search(rf"\b{argument}\b", text), f"{name}: nothing about {argument}"
+    assert re.search(r"\bRaises\b", text), f"{name}: which errors it raises"
+
+
+def tensor_arguments(function) -> list[str]:
+    return [name for name, argument in inspect.signature(function).parameters.items()
+            if "Tensor" in str(argument.annotation)]
+
+
+@pytest.mark.parametrize("name", [name for name in public_functions() if tensor_arguments(getattr(graphlin, name))])
+def test_public_function_gives_the_shape_of_each_tensor(name):
+    """In the line of its own under Args, as `[B, T]` or by the name of a function that says more, or behind its name."""
+    text = inspect.getdoc(getattr(graphlin, name))
+    arguments, returned = re.search(r"^Args:\n(.*?)^Returns:\n(.*?)^Raises:\n", text, re.DOTALL | re.MULTILINE).groups()
+    for argument in tensor_arguments(getattr(graphlin, name)):
+        told = rf"^ {{4}}(?:\w+, )*{argument}(?:, \w+)*: .*?`[\[a-z]|\b{argument} `\["
+        assert re.search(told, arguments, re.MULTILINE), f"{name}: no shape of {argument}"
+    assert re.search(r"`\[|\blike\b", returned), f"{name}: no shape of what it returns"

@@ -11,7 +11,7 @@ from tests.ops.conv_check import Conv, conv_inputs, run_conv
 from tests.tolerances import assert_close_rms
 
 
-@pytest.mark.parametrize(("W", "BR", "BD", "UNROLL"), [(4, 1, 32, 4), (4, 2, 16, 3), (5, 4, 64, 4), (3, 16, 16, 2)])
+@pytest.mark.parametrize(("W", "BR", "BD", "UNROLL"), [(4, 1, 32, 4), (6, 2, 16, 3), (8, 1, 64, 4), (3, 16, 16, 2)])
 def test_tiles_change_no_bit_of_a_sequence(device, monkeypatch, W, BR, BD, UNROLL):
     """BR rows or strands of rows, BD channels at a time, a loop unrolled: y, dx and the states stay as they are."""
     problem = Conv(lengths=(19, 0, 2), D=40, W=W, slack=2)

@@ -14,7 +14,8 @@ from graphlin.backends.diagnostics import blame
 from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
 
 _invalidated: list[torch.cuda.CUDAGraph] = []
-_SYNC_ERROR = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
+# Of c10/cuda/CUDAFunctions.cpp, in the mode that refuses syncs, and of aten/src/ATen/native/cuda/Copy.cu, in captures.
+_SYNC_ERRORS = ("called a synchronizing CUDA operation", "Cannot copy between CPU and CUDA tensors during CUDA graph capture")
 
 
 @cache
@@ -79,7 +80,7 @@ def syncs_refused() -> Iterator[None]:
         _set_sync_debug_mode("error")
         yield
     except RuntimeError as error:
-        if _SYNC_ERROR not in str(error):
+        if not any(text in str(error) for text in _SYNC_ERRORS):
             raise
         raise HostSync(f"the block waits for the device at {blame(traceback.extract_tb(error.__traceback__))}: a graph "
                        "cannot repeat that. Keep the value on the device (masks, torch.where, bounded sizes) or "

@@ -63,8 +63,9 @@ def _kda_intra(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    """A warp loads 512 bytes of a row at a time, 16 a thread."""
-    return LaunchRecord(dict(BR=8, BD=_block(V, 512 // dtype.itemsize)), waves=16)
+    """A warp loads 512 bytes of a row at a time, 16 a thread, and works on two or four rows."""
+    rows = 16 if arch == "sm_90" and K <= 4 else 8
+    return LaunchRecord(dict(BR=rows, BD=_block(V, 512 // dtype.itemsize)), waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:

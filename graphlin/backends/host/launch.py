@@ -16,5 +16,6 @@ def run_interpreted(kernel: Any, grid: int, args: tuple, constexprs: Mapping[str
     copies = {id(t): (t, t.float()) for t in args if isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16}
     run_args = [copies[id(a)][1] if id(a) in copies else a for a in args]
     kernel[(grid,)](*run_args, **constexprs, **record.tiles)
-    for original, copy in copies.values():
-        original.copy_(copy)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(original for original, _ in copies.values())):
+        for original, copy in copies.values():      # an input gets its own value back, which autograd must not take for a change
+            original.copy_(copy)
