@@ -9,7 +9,7 @@ COMMANDS = {"demo": "graphlin.demo.command"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 right, 1 wrong results, 2 wrong usage."""
+    """Runs one command and returns its exit status: 0 right, 1 wrong results, 2 wrong usage or no device."""
     parser = argparse.ArgumentParser(prog="python -m graphlin", description="Graph capture of linear attention blocks.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module_name in COMMANDS.items():

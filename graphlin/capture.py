@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphlin.backends import Graph, GraphBackend
-from graphlin.errors import CaptureError, UnsupportedModule
-from graphlin.graphed import Call, GraphedBlock, Slot, inlining
+from graphlin.errors import CaptureError, Resource, UnsupportedModule
+from graphlin.graphed import Call, GraphedBlock, inlining
 from graphlin.packing import Dims, Output, Signature, check_dims, output_roles
 from graphlin.replay import Pair
+from graphlin.slots import Slot
 from graphlin.tier import Tier
 
 
@@ -46,7 +47,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
         allow_unused_input: let parameters and inputs get no gradient, rather than raise.
         fallback: "eager" runs a call that can't be replayed eagerly and counts it; "raise" raises its ReplayError.
         copy_outputs: False returns views of the static outputs, which the slot's next replay overwrites.
-        backend: default: that of the block's device.
+        backend: what records the graphs; default: that of the block's device. Kernels inside are launched by the
+            registered one, so register it too (`register_backend`).
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -59,14 +61,13 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     """
     tiers = _check_tiers(tier)
     _check_options(block, slots, num_warmup_iters, fallback, tiers)
-    signature = Signature(block)
-    check_dims(dims, signature.names)
+    _check_compiled(block)
+    check_dims(dims, Signature(block).names)
     args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
     has_sample = bool(args or kwargs)
     record = partial(_record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input,
                      copy_outputs=copy_outputs)
-    graphed = GraphedBlock(block, tiers, record, signature=signature, dims=dims, slots=slots, fallback=fallback,
-                           backend=backend)
+    graphed = GraphedBlock(block, tiers, record, dims=dims, slots=slots, fallback=fallback, backend=backend)
     if has_sample or any(True for _ in block.parameters()):
         graphed.find_backend(args, kwargs)
     if has_sample:
@@ -98,16 +99,37 @@ def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback
                              f"{path or 'the block'}; the graph's chunk table would not be its table")
 
 
+def _check_compiled(block: nn.Module) -> None:
+    """Refuses torch.compile where it makes CUDA graphs of its own, which can't be captured inside another one."""
+    for path, module in block.named_modules():
+        for compiled in (module, module._compiled_call_impl):
+            config = getattr(compiled, "get_compiler_config", lambda: None)()
+            if isinstance(config, Mapping) and config.get("triton.cudagraphs"):
+                raise UnsupportedModule(f"{path or 'the block'} is compiled by torch.compile with CUDA graphs of its own, "
+                                        "which cannot be part of another graph. Compile it without them: no "
+                                        "mode='reduce-overhead' or 'max-autotune' ('max-autotune-no-cudagraphs' is "
+                                        "fine), no 'triton.cudagraphs' among the options.")
+
+
 def _record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num_warmup_iters: int, allow_unused: bool,
             copy_outputs: bool) -> Pair:
     """Warms up and records one mode in one slot; after a failure nothing of it is left."""
-    with _undisturbed(graphed.block, slot.device), _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining():
+    with (_out_of_memory_typed(), _undisturbed(graphed.block, slot.device),
+          _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining()):
         recording = _Recording(graphed, slot, call, leaves, allow_unused, copy_outputs)
         try:
             return recording.run(num_warmup_iters if warm_up else 0)
         except BaseException:
             recording.abandon()
             raise
+
+
+@contextmanager
+def _out_of_memory_typed() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Resource(f"out of device memory in a capture or its warm-up; use a smaller tier or fewer slots. {error}") from error
 
 
 @contextmanager

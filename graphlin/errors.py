@@ -18,7 +18,7 @@ class ColdKernel(CaptureError):
 
 
 class UnsupportedModule(CaptureError):
-    """The block holds a module that cannot live in a graph."""
+    """The block holds a module or returns an output that cannot live in a graph."""
 
 
 class Resource(CaptureError):
@@ -38,7 +38,7 @@ class StructureMismatch(ReplayError):
 
 
 class StaleAddress(ReplayError):
-    """A parameter or buffer of the block no longer lies where the graph reads it."""
+    """A part of the block, or a hook in it, is no longer the one that the graph was captured with."""
 
 
 class SlotInUse(ReplayError):

@@ -1,11 +1,11 @@
 """A block whose calls are replayed from graphs wherever that gives the eager result, and run eagerly elsewhere."""
 
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from graphlin.backends import GraphBackend, get_backend
-from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow
+from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow
 from graphlin.kernels.chunk_table import chunk_table
-from graphlin.kernels.copy_rows import RowCopy
-from graphlin.packing import Dims, Layout, Role, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
-from graphlin.replay import Copy, Pair, Run, replay_with_grad
+from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
+from graphlin.replay import Pair, Run, replay_with_grad
+from graphlin.slots import Slot
 from graphlin.tier import Tier
+from graphlin.watch import Watch
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
 _inlined = ContextVar("inlined", default=False)
@@ -49,103 +50,6 @@ class Stats:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-class Watch:
-    """Where a block's submodules, parameters and buffers lay when its graphs were captured."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self.modules = list(block.modules())
-        self.params = list(block.parameters())
-        owners = [(path, owner) for path, module in block.named_modules()
-                  for owner in (module._parameters, module._buffers, module._modules)]
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
-                   for name, value in owner.items()]
-        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        self._dicts = [owner for _, owner in owners]
-        self._counts = [len(owner) for owner in self._dicts]
-        self._tensors = [*self.params, *block.buffers()]
-        self._addresses = [t.data_ptr() for t in self._tensors]
-        self.num_addresses = len(self._addresses)
-
-    def check(self) -> None:
-        """Raises StaleAddress where a graph would read memory that the block no longer uses."""
-        same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(len, self._dicts)) == self._counts
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
-        if not same:
-            raise StaleAddress(f"{self._moved()} was replaced or moved since the capture, so the graph would use the "
-                               "old one; call refresh() after changing a block (weights copied in place need nothing)")
-
-    def _moved(self) -> str:
-        for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
-            if owner.get(name) is not value:
-                return path
-            if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:
-                return path
-        return "a submodule, parameter or buffer of the block"
-
-
-class SeqCopy:
-    """Fills a static tensor whose dim `dim` holds sequences."""
-
-    def __init__(self, static: torch.Tensor, dim: int) -> None:
-        self.static = static
-        self._dim = dim
-        self._previous = 0
-
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        seqs = x.shape[self._dim]
-        if x.data_ptr() != self.static.data_ptr():
-            self.static.narrow(self._dim, 0, seqs).copy_(x)
-            if seqs < self._previous:
-                self.static.narrow(self._dim, seqs, self._previous - seqs).zero_()
-        self._previous = seqs
-
-    def clear(self) -> None:
-        self.static.zero_()
-
-
-class WholeCopy:
-    """Fills a static tensor of constant shape."""
-
-    def __init__(self, static: torch.Tensor) -> None:
-        self.static = static
-
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        if x.data_ptr() != self.static.data_ptr():
-            self.static.copy_(x)
-
-    def clear(self) -> None:
-        self.static.zero_()
-
-
-class Slot:
-    """Private memory for one forward that may wait for its backward: a pool, and static tensors its modes share."""
-
-    def __init__(self, backend: GraphBackend, device: torch.device) -> None:
-        self.device = device
-        self.pool = backend.new_pool()
-        self.stream = backend.side_stream(device)  # one for all captures: memory freed on it is used again on it alone
-        self.busy = False
-        self._copies: dict[tuple, Copy] = {}
-
-    def release(self) -> None:
-        self.busy = False
-
-    def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype) -> Copy:
-        """The static tensor of an argument or of an output's gradient, with what fills it."""
-        key = (name, role, tuple(shape), dtype)
-        if key not in self._copies:
-            static = torch.zeros(shape, dtype=dtype, device=self.device)
-            if role is None:
-                self._copies[key] = WholeCopy(static)
-            else:
-                self._copies[key] = (RowCopy if role.kind == "tokens" else SeqCopy)(static, role.dim)
-        return self._copies[key]
-
-    def static_bytes(self) -> int:
-        return sum(copy.static.nbytes for copy in self._copies.values())
-
-
 @dataclass
 class Mode:
     """What one key stands for: the layout of its calls, and a captured pair for each slot that has one."""
@@ -173,32 +77,52 @@ class GraphedBlock(nn.Module):
     """Calls of `block`, replayed from graphs; made by `graphlin.capture`.
 
     `block` is the wrapped module, `tiers` the tiers its graphs are made for (largest first), `stats` counts how calls
-    ran. One replayed call runs on one stream at a time.
+    ran. Several threads may call it at once; each replay takes a slot of its own, on the caller's stream. A deep or
+    pickled copy holds the block and the options, and captures anew.
 
     >>> graphed = graphlin.capture(block, graphlin.Tier(tokens=4096, seqs=32))
     >>> y = graphed(x, cu_seqlens=cu)
     """
 
     def __init__(self, block: nn.Module, tiers: Sequence[Tier],
-                 record: Callable[["GraphedBlock", Slot, Call, bool], Pair], *, signature: Signature, dims: Dims | None,
-                 slots: int, fallback: str, backend: GraphBackend | None) -> None:
+                 record: Callable[["GraphedBlock", Slot, Call, bool], Pair], *, dims: Dims | None, slots: int,
+                 fallback: str, backend: GraphBackend | None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
-        self.stats = Stats()
-        self.signature = signature
-        self.backend = backend
         self._given_backend = backend
         self._record = record
         self._dims = dims
         self._num_slots = slots
         self._fallback = fallback
-        self._lock = threading.Lock()
-        self._watch = Watch(block)
-        self._slots: list[Slot] = []
-        self._modes: dict[tuple, Mode] = {}
         self._accepts_modes = True
         self._known: set[tuple] = set()
+        self._start()
+
+    def _start(self) -> None:
+        """Everything that belongs to this object alone, and not to a copy of it."""
+        self.stats = Stats()
+        self.signature = Signature(self.block)
+        self.backend = self._given_backend
+        self._lock = threading.RLock()
+        self._watch = Watch(self.block)
+        self._slots: list[Slot] = []
+        self._modes: dict[tuple, Mode] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"stats", "signature", "backend", "_lock", "_watch", "_slots", "_modes"}
+        state = super().__getstate__() | {"_known": self._known | self._modes.keys()}
+        return {name: value for name, value in state.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def __deepcopy__(self, memo: dict) -> "GraphedBlock":
+        memo[id(self._given_backend)] = self._given_backend
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        copy.__setstate__(deepcopy(self.__getstate__(), memo))
+        return copy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Like `block(*args, **kwargs)`: the same outputs, in the call's own sizes.
@@ -211,15 +135,16 @@ class GraphedBlock(nn.Module):
         if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
-        try:
-            call = self.read(args, kwargs)
-            slot, pair = self.acquire(call)
-        except ReplayError as error:
-            if self._fallback == "raise":
-                raise
-            self.stats.eager[type(error).__name__] += 1
-            return self.block(*args, **kwargs)
-        self.stats.replays += 1
+        with self._lock:  # in a capture the block's parameters are others, so no thread may then run it eagerly
+            try:
+                call = self._read(args, kwargs)
+                slot, pair = self._acquire(call)
+            except ReplayError as error:
+                if self._fallback == "raise":
+                    raise
+                self.stats.eager[type(error).__name__] += 1
+                return self.block(*args, **kwargs)
+            self.stats.replays += 1
         return pair.rebuild(self._replay(call, slot, pair))
 
     def _replay(self, call: Call, slot: Slot, pair: Pair) -> Sequence[torch.Tensor]:
@@ -241,7 +166,7 @@ class GraphedBlock(nn.Module):
     def _count_backward(self) -> None:
         self.stats.backward_replays += 1
 
-    def read(self, args: tuple, kwargs: dict) -> Call:
+    def _read(self, args: tuple, kwargs: dict) -> Call:
         """Matches a call with its mode, or raises the ReplayError that says why it can't be replayed."""
         self.find_backend(args, kwargs)
         values = self.signature.bind(args, kwargs)
@@ -289,8 +214,18 @@ class GraphedBlock(nn.Module):
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
         return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
 
-    def acquire(self, call: Call) -> tuple[Slot, Pair]:
-        """A free slot, to be released by the caller, and the call's pair in it, captured now if it was not before."""
+    @contextmanager
+    def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
+        """Holds a slot for a call: yields the call, the slot and the pair there, captured now if it was not before."""
+        with self._lock:
+            call = self._read(args, kwargs)
+            slot, pair = self._acquire(call)
+            try:
+                yield call, slot, pair
+            finally:
+                slot.release()
+
+    def _acquire(self, call: Call) -> tuple[Slot, Pair]:
         slot = self._free_slot(call)
         try:
             return slot, call.mode.pairs.get(slot) or self._capture(call, slot)
@@ -299,14 +234,13 @@ class GraphedBlock(nn.Module):
             raise
 
     def _free_slot(self, call: Call) -> Slot:
-        with self._lock:
-            if not self._slots:
-                device = first_device(self.block, tuple(call.leaves), {})
-                self._slots = [Slot(self.backend, device) for _ in range(self._num_slots)]
-            for slot in self._slots:
-                if not slot.busy:
-                    slot.busy = True
-                    return slot
+        if not self._slots:
+            device = first_device(self.block, tuple(call.leaves), {})
+            self._slots = [Slot(self.backend, device) for _ in range(self._num_slots)]
+        for slot in self._slots:
+            if not slot.busy:
+                slot.busy = True
+                return slot
         raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward "
                         "first, drop the output, or capture with more slots")
 
@@ -337,8 +271,8 @@ class GraphedBlock(nn.Module):
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
         """Captures the mode of a sample call, and takes no further modes from then on."""
-        slot, _ = self.acquire(self.read(args, kwargs))
-        slot.release()
+        with self.acquired(args, kwargs):
+            pass
         self._accepts_modes = False
 
     def call_block(self, mode: Mode, tensors: Sequence[torch.Tensor], tokens: int) -> Any:
@@ -371,18 +305,20 @@ class GraphedBlock(nn.Module):
 
         A forward that still waits loses its backward, which raises ReplayError.
         """
-        for mode in self._modes.values():
-            for pair in mode.pairs.values():
-                pair.reset()
-        self._known |= self._modes.keys()
-        self._modes.clear()
-        self._slots = []
+        with self._lock:
+            for mode in self._modes.values():
+                for pair in mode.pairs.values():
+                    pair.reset()
+            self._known |= self._modes.keys()
+            self._modes.clear()
+            self._slots = []
 
     def refresh(self) -> None:
-        """Takes the block as it is now, after a part of it was replaced or moved; then as `reset`."""
-        self.reset()
-        self.backend = self._given_backend
-        self._watch = Watch(self.block)
+        """Takes the block as it is now, after a part of it was replaced, moved or hooked; then as `reset`."""
+        with self._lock:
+            self.reset()
+            self.backend = self._given_backend
+            self._watch = Watch(self.block)
 
 
 def first_device(block: nn.Module, args: tuple, kwargs: dict) -> torch.device:

@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphlin.backends import get_backend
-from graphlin.backends.diagnostics import LAUNCH_MARK, REPLAY_MARK
 from graphlin.graphed import Call, GraphedBlock
 from graphlin.replay import Pair
 from graphlin.tier import Tier
@@ -17,7 +16,6 @@ from graphlin.tier import Tier
 # Root mean square of the difference over that of the eager result, at exact shapes: matrix libraries choose their
 # kernels by the number of rows, so the last bits differ from the tier's.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-_RUNTIME_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 @dataclass
@@ -62,22 +60,19 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
 
     >>> print(graphlin.verify(graphed, x, cu_seqlens=cu))
     """
-    call = graphed.read(args, kwargs)
-    slot, pair = graphed.acquire(call)
-    check = _Check(graphed, call, pair)
-    try:
-        check.compare()
-        graphed.check_addresses()
-    finally:
-        check.restore()
-        slot.release()
+    with graphed.acquired(args, kwargs) as (call, slot, pair):
+        check = _Check(graphed, call, pair, slot.device)
+        try:
+            check.compare()
+            graphed.check_addresses()
+        finally:
+            check.restore()
     return check.report
 
 
 class _Check:
-    def __init__(self, graphed: GraphedBlock, call: Call, pair: Pair) -> None:
-        self.graphed, self.call, self.pair = graphed, call, pair
-        self.device = pair.static_outputs[0].device if pair.static_outputs else torch.device("cpu")
+    def __init__(self, graphed: GraphedBlock, call: Call, pair: Pair, device: torch.device) -> None:
+        self.graphed, self.call, self.pair, self.device = graphed, call, pair, device
         self.report = Report(graphed.tiers[0], *call.sizes, addresses=graphed.num_addresses)
         self.buffers = [(b, b.clone()) for b in graphed.block.buffers()]
         self.rng = torch.get_rng_state(), _device_rng(self.device)
@@ -204,7 +199,7 @@ def _relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def count_launches(run: Callable[[], Any], device: torch.device) -> int:
-    """Host launches that `run()` makes on the device, counted in torch.profiler's events.
+    """Host launches that `run()` makes on the device, counted by its backend in torch.profiler's events.
 
     On CUDA the runtime's kernel, copy, fill and graph launches. On CPU the ATen ops that do work (no views, no
     allocations), Triton launches and host-graph replays, each as one.
@@ -219,22 +214,4 @@ def count_launches(run: Callable[[], Any], device: torch.device) -> int:
     with torch.profiler.profile(acc_events=True) as profile:
         run()
         backend.synchronize(device)
-    if device.type == "cpu":
-        return sum(_host_launches(event) for event in profile.events() if event.cpu_parent is None)
-    return sum(event.name.startswith(_RUNTIME_LAUNCHES) for event in profile.events())
-
-
-def _host_launches(event: Any) -> int:
-    """Launches under one profiler event; a launch's or replay's own inner ops are part of it."""
-    if event.name in (LAUNCH_MARK, REPLAY_MARK):
-        return 1
-    inner = sum(_host_launches(child) for child in event.cpu_children)
-    return inner or int(event.name.startswith("aten::") and _does_work(event.name.removeprefix("aten::")))
-
-
-def _does_work(op: str) -> bool:
-    if op.startswith(("empty", "new_empty", "_unsafe_view")) or not hasattr(torch.ops.aten, op):
-        return False
-    packet = getattr(torch.ops.aten, op)
-    schema = getattr(packet, packet.overloads()[0])._schema
-    return any(r.alias_info is None or r.alias_info.is_write for r in schema.returns)
+    return backend.count_launches(profile.events())

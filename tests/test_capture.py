@@ -1,5 +1,7 @@
 """Captured forwards: the eager result for every packing inside the tier, eager elsewhere."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -205,7 +207,9 @@ def test_weights_loaded_in_place_are_used(device):
     lambda block: setattr(block.enter.weight, "data", torch.randn_like(block.enter.weight)),
     lambda block: setattr(block.leave, "bias", nn.Parameter(torch.randn_like(block.enter.bias))),
     lambda block: block.dropout.register_buffer("extra", None),
-], ids=["parameter", "submodule", "data", "from None", "new buffer"])
+    lambda block: block.enter.register_forward_hook(lambda module, args, out: 2 * out),
+    lambda block: block.leave.register_forward_pre_hook(lambda module, args: (3 * args[0],)),
+], ids=["parameter", "submodule", "data", "from None", "new buffer", "hook", "pre-hook"])
 @torch.no_grad()
 def test_a_changed_block_is_noticed_and_refresh_takes_it(device, change):
     graphed = graphed_mixer(device)
@@ -225,8 +229,33 @@ def test_a_stale_address_names_the_parameter(device):
     x, cu = pack((5, 3), device)
     graphed(x, cu)
     graphed.block.enter.bias.data = torch.zeros(8, device=device)
-    with pytest.raises(StaleAddress, match=r"enter.bias was replaced or moved since the capture.*refresh\(\)"):
+    with pytest.raises(StaleAddress, match=r"enter.bias was added, replaced or moved since the capture.*refresh\(\)"):
         graphed(x, cu)
+
+
+@torch.no_grad()
+def test_a_hook_that_is_in_the_graph_and_then_removed_is_named(device):
+    graphed = graphed_mixer(device, fallback="raise")
+    x, cu = pack((5, 3), device)
+    handle = graphed.block.enter.register_forward_hook(lambda module, args, out: 2 * out)
+    graphed.refresh()
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    handle.remove()
+    with pytest.raises(StaleAddress, match=r"a hook of enter was added, replaced or moved.*refresh\(\)"):
+        graphed(x, cu)
+    captured(graphed, 1)
+
+
+@torch.no_grad()
+def test_memory_of_a_block_without_parameters_is_counted(device):
+    class Double(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return 2 * x
+    graphed = capture(Double(), TIER)
+    assert graphed.held_bytes() == 0
+    graphed(*pack((5, 3), device))
+    assert graphed.held_bytes() >= 2 * 24 * 8 * 4 + 5 * 4          # x and cu_seqlens, and the output in the pool
+    captured(graphed, 1)
 
 
 def test_modes_have_graphs_of_their_own(device):
@@ -298,16 +327,44 @@ def test_buffers_written_by_the_forward_see_real_calls_alone(device):
     captured(graphed, 3)
 
 
-@torch.no_grad()
-def test_random_and_gc_state_are_as_before(device):
-    import gc
+def process_state(device):
+    """What a capture must leave as it was: generators, autocast, grad mode and garbage collection."""
+    generators = [torch.get_rng_state()]
+    if device.type != "cpu":
+        generators.append(torch.get_device_module(device).get_rng_state(device))
+    return (*(state.tolist() for state in generators), torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), gc.isenabled())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_state_of_the_process_is_as_before(device, grad, autocast, fails):
+    class Drops(Mixer):
+        runs = 0
+
+        def forward(self, x, cu_seqlens=None):
+            self.runs += 1
+            if fails and self.runs == 3:                       # the capture, after a run for shapes and one to warm up
+                raise KeyError("trip")
+            return super().forward(x, cu_seqlens)
     x, cu = pack((5, 3), device)
-    block = Mixer(dropout=0.5).to(device)
-    state = torch.get_rng_state()
-    graphed = capture(block, TIER, (x, cu))
-    assert torch.equal(state, torch.get_rng_state()) and gc.isenabled()
-    captured(graphed, 0)
-    assert graphed.stats.captures == 1
+    block = Drops(dropout=0.5).to(device).train()
+    with torch.set_grad_enabled(grad), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        graphed = capture(block, TIER, num_warmup_iters=1)
+        before = process_state(device)
+        if fails:
+            with pytest.raises(KeyError, match="trip"):
+                graphed.prepare((x, cu), {})
+        else:
+            graphed.prepare((x, cu), {})
+        assert process_state(device) == before
+        assert graphed.stats.captures == (not fails)
+        y = graphed(x, cu)
+        assert y.requires_grad is grad and (y.dtype == torch.bfloat16) is autocast
+    if grad:
+        y.sum().backward()
+    captured(graphed, 1, backwards=int(grad))
 
 
 @torch.no_grad()

@@ -272,6 +272,7 @@ def test_input_gradients_survive_the_next_replay(device):
     first = x.grad.clone()
     graphed(z, ends).sum().backward()
     assert torch.equal(x.grad, first)
+    captured(graphed, 2, backwards=2)
 
 
 def test_gradients_flow_on_into_what_came_before(device, mixer):
@@ -377,3 +378,4 @@ def test_nothing_keeps_an_autograd_graph_alive(device, mixer):
     x, cu = pack((5, 3), device, requires_grad=True)
     mixer(x, cu).sum().backward()
     assert alive() == before
+    captured(mixer, 1, backwards=1)

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from graphlin import Tier
 from graphlin.__main__ import main
+from graphlin.backends.host import HostBackend
 from graphlin.demo import command
 from graphlin.demo.data import TextError, make_batches, read_paragraphs
 from graphlin.demo.model import MIXERS, ByteModel
 from graphlin.demo.report import Comparison, Launches, Packing, Result, Series, show
-from graphlin.demo.train import PaddedBlocks
+from graphlin.demo.train import PaddedBlocks, best_device
 
 TIER = Tier(tokens=128, seqs=4)
 ROOT = Path(__file__).parents[1]
@@ -157,6 +158,22 @@ def test_the_model_is_gated_delta_net_unless_another_is_named(monkeypatch, capsy
 def test_blocks_hold_the_mixers_that_are_named(mixers):
     blocks = ByteModel(mixers, 16, 1, 16, 16).blocks.blocks
     assert [type(block.mixer) for block in blocks] == [MIXERS[mixer] for mixer in mixers]
+
+
+@pytest.mark.parametrize("accelerator", ["xpu", None])
+def test_an_accelerator_without_backend_leaves_the_cpu(monkeypatch, accelerator):
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(HostBackend, "is_available", lambda self: True)
+    assert best_device() == torch.device("cpu")
+
+
+def test_no_device_at_all_is_one_line_and_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(HostBackend, "is_available", lambda self: False)
+    assert main(["demo"]) == 2
+    out, err = capsys.readouterr()
+    assert "'cpu' backend cannot run in this process" in err and err.count("\n") == 1 and not out
 
 
 WRONG = {

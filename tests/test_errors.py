@@ -6,7 +6,7 @@ from torch import nn
 
 from graphlin.backends import LaunchRecord, get_backend
 from graphlin.capture import capture
-from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, UnsupportedModule
+from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource, UnsupportedModule
 from graphlin.kernels.launch import launch
 from graphlin.tier import Tier
 from tests.backends.kernel import add_one
@@ -177,6 +177,56 @@ def test_a_capture_that_fails_in_a_second_slot_gives_the_first_ones_back(device)
     with torch.no_grad():
         assert torch.equal(graphed(x, cu), expected)
     captured(graphed, 3, backwards=1)
+
+
+@pytest.mark.parametrize("run", [0, 1, 2, 3], ids=["static buffers", "shapes", "warm-up", "capture"])
+def test_too_little_memory_is_a_typed_error_that_gives_all_back(device, monkeypatch, run):
+    class Large(nn.Linear):
+        runs = 0
+
+        def forward(self, x, cu_seqlens):
+            self.runs += 1
+            if self.runs == run:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            return super().forward(x)
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    graphed = capture(Large(8, 8).to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    with monkeypatch.context() as patch:
+        if run == 0:
+            patch.setattr(torch, "zeros", full)
+        with pytest.raises(Resource, match="out of device memory in a capture.*smaller tier or fewer slots.*20.00 GiB"):
+            graphed(x, cu)
+    assert graphed.held_bytes() == 0
+    assert_usable(graphed.block, x, cu)
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    captured(graphed, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("options", [dict(mode="reduce-overhead"), dict(mode="max-autotune"),
+                                     dict(options={"triton.cudagraphs": True})], ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "wrapped"])
+def test_torch_compile_with_graphs_of_its_own_is_refused(options, in_place):
+    block = Mixer()
+    if in_place:
+        block.leave.compile(**options)
+    else:
+        block.leave = torch.compile(block.leave, **options)
+    with pytest.raises(UnsupportedModule, match="leave is compiled by torch.compile with CUDA graphs of its own.*no-cudagraphs"):
+        capture(block, TIER)
+    with pytest.raises(UnsupportedModule, match="the block is compiled"):
+        capture(torch.compile(Mixer(), **options), TIER)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of what Inductor imports
+def test_torch_compile_without_graphs_is_taken():
+    block = Mixer()
+    block.enter, block.leave = torch.compile(block.enter), torch.compile(block.leave, mode="max-autotune-no-cudagraphs")
+    block.dropout.compile(backend="eager")
+    assert capture(block, TIER).block is block
 
 
 def test_outputs_that_no_call_can_be_cut_from_are_refused(device):

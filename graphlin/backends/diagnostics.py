@@ -1,4 +1,4 @@
-"""What backends share to tell about a run: the line an error names, the profiler ranges that are launches."""
+"""What backends share to tell about an error: the line that it names."""
 
 import os
 import traceback
@@ -6,10 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-
-# Profiler ranges of the host, where a launch or a replay leaves no runtime event of its own.
-LAUNCH_MARK = "graphlin::launch"
-REPLAY_MARK = "graphlin::replay"
 
 _PACKAGE = Path(__file__).parents[1]
 _MACHINERY = tuple(f"{path}{os.sep}"

@@ -1,9 +1,9 @@
 """What graphlin asks of a device: run kernels, record a graph, replay it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ class LaunchRecord:
     waves: int = 4
 
 
-@runtime_checkable
 class Graph(Protocol):
     """A recorded piece of device work."""
 
@@ -29,7 +28,6 @@ class Graph(Protocol):
     def pool(self) -> Any: ...
 
 
-@runtime_checkable
 class GraphBackend(Protocol):
     """One device type. Register an object of this shape with `graphlin.backends.register_backend`."""
 
@@ -71,3 +69,6 @@ class GraphBackend(Protocol):
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""
+
+    def count_launches(self, events: Sequence[Any]) -> int:
+        """Launches that the host made, among the torch.profiler events of a run."""

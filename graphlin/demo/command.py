@@ -12,6 +12,7 @@ from graphlin.demo.data import TextError
 from graphlin.demo.experiment import compare
 from graphlin.demo.model import MIXERS
 from graphlin.demo.report import show
+from graphlin.errors import BackendUnavailable
 
 HELP = "Train a small byte-level model on a text, eager and captured, and compare the two runs."
 MIN_STEPS = 10
@@ -34,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the demo; returns 0 if everything is right, 1 if a result is wrong, 2 if an argument can't be used."""
+    """Runs the demo; returns 0 if everything is right, 1 if a result is wrong, 2 if an argument or no device can be used."""
     try:
         if arguments.plot is not None:
             _check_plot(arguments.plot)
         result = compare(arguments.model, arguments.text, arguments.steps, Console(stderr=True))
-    except (TextError, PlotError) as error:
+    except (TextError, PlotError, BackendUnavailable) as error:
         print(f"graphlin demo: {error}", file=sys.stderr)
         return 2
     if arguments.json:

@@ -72,8 +72,16 @@ class PaddedBlocks(nn.Module):
 
 
 def best_device() -> torch.device:
-    """The accelerator of this machine, or the CPU."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    """The accelerator of this machine if graphlin has a backend for it, else the CPU; raises BackendUnavailable without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        try:
+            get_backend(accelerator)
+            return accelerator
+        except graphlin.BackendUnavailable:
+            pass
+    get_backend("cpu")
+    return torch.device("cpu")
 
 
 def train(mixer: str, settings: Settings, batches: list[Batch], device: torch.device,

@@ -98,6 +98,21 @@ def test_the_first_capture_of_a_process_warns_of_nothing(device):
     subprocess.run([sys.executable, "-c", FIRST_USE.format(device.type)], check=True, env=os.environ | {"PYTHONPATH": paths})
 
 
+FORK = """
+import os, graphlin, torch
+child = os.fork()
+if child == 0:
+    print(torch.ones(3, device="cuda").sum().item())
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_that_has_imported_graphlin_may_fork(cuda):
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], check=True, env=os.environ | {"PYTHONPATH": paths})
+
+
 def test_modes_of_a_slot_use_the_same_memory(cuda):
     class Wide(torch.nn.Module):
         def forward(self, x):

@@ -1,18 +1,26 @@
 """A backend from outside the package, and devices that have none."""
 
+import os
+import sys
+
 import pytest
 import torch
 
 from graphlin import backends
 from graphlin.backends import get_backend, register_backend
+from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.capture import capture
 from graphlin.errors import BackendUnavailable
 from graphlin.tier import Tier
+from graphlin.verify import verify
 from tests.blocks import Mixer, captured, pack
+
+MEMBERS = {"is_available", "new_pool", "pool_bytes", "side_stream", "stream", "synchronize", "syncs_refused", "is_capturing",
+           "capture", "arch", "num_cores", "launch_record", "launch", "count_launches"}
 
 
 class Outsider:
-    """Shares no class with graphlin: everything is asked of another backend, and noted."""
+    """Shares no class with graphlin: what the protocol has is asked of another backend, and noted; it has nothing else."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -20,6 +28,8 @@ class Outsider:
         self.asked = []
 
     def __getattr__(self, name):
+        if name not in MEMBERS:
+            raise AttributeError(f"{name} is no part of GraphBackend")
         self.asked.append(name)
         return getattr(self._inner, name)
 
@@ -37,8 +47,11 @@ def test_a_registered_backend_captures_launches_and_replays(device, outsider):
     graphed = capture(Mixer().to(device), Tier(16, 3))
     x, cu = pack([3, 6], device)
     assert torch.allclose(graphed(x, cu), graphed.block(x, cu), atol=1e-5)
-    captured(graphed, 1)
-    assert {"capture", "new_pool", "launch", "launch_record", "num_cores", "side_stream"} <= set(outsider.asked)
+    graphed(x, cu).sum().backward()
+    captured(graphed, 2, backwards=1)
+    assert graphed.held_bytes() > 0 and verify(graphed, x, cu).ok
+    assert set(outsider.asked) == MEMBERS
+    assert set(backends._protocol_members()) == {"device_type", *MEMBERS}
 
 
 def test_a_backend_may_be_given_to_one_capture(device, outsider):
@@ -75,6 +88,22 @@ def test_a_device_without_backend_names_those_there_are():
         get_backend("meta")
     with pytest.raises(BackendUnavailable, match="'meta'"):
         capture(Mixer().to("meta"), Tier(16, 3))
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_the_interpreter_is_chosen_without_starting_cuda(monkeypatch, devices):
+    def starts_cuda():
+        raise AssertionError("a forked process could not use CUDA any more")
+    monkeypatch.setattr(torch.accelerator, "is_available", starts_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", starts_cuda)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "")
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET")
+    for name in [name for name in sys.modules if name == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    choose_interpreter()
+    assert is_interpreting() == (devices == 0)
 
 
 def test_an_absent_device_says_what_to_install(monkeypatch):

@@ -9,9 +9,9 @@ from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name,
 
 BASE = {"graphlin.errors", "graphlin.chunking"}
 MODEL = {*BASE, "graphlin.backends"}
-CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.graphed", "graphlin.capture",
-           "graphlin.price", "graphlin.verify"}
-DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.host.interpreter"}
+CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
+           "graphlin.graphed", "graphlin.capture", "graphlin.price", "graphlin.verify"}
+DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.
@@ -24,15 +24,17 @@ MAY_IMPORT = {
     "graphlin.tier": BASE,
     "graphlin.packing": {*BASE, "graphlin.tier"},
     "graphlin.replay": {*MODEL, "graphlin.tier", "graphlin.packing"},
+    "graphlin.slots": {*MODEL, "graphlin.packing", "graphlin.replay", "graphlin.kernels.copy_rows"},
+    "graphlin.watch": BASE,
     "graphlin.capture": CAPTURE,
-    "graphlin.graphed": {*CAPTURE, "graphlin.kernels.copy_rows", "graphlin.kernels.chunk_table"},
+    "graphlin.graphed": {*CAPTURE, "graphlin.kernels.chunk_table"},
     "graphlin.price": CAPTURE,
     "graphlin.verify": CAPTURE,
     "graphlin.backends": BASE,
     "graphlin.backends.cuda": DEVICE,
     "graphlin.backends.host": DEVICE,
     "graphlin.backends.npu": DEVICE,
-    "graphlin.kernels": {*MODEL, "graphlin.backends.host.interpreter"},
+    "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},
     "graphlin.parallel": {*MODEL, "graphlin.kernels", "graphlin.ops", "graphlin.layers"},
@@ -86,6 +88,7 @@ def test_imports_follow_the_layers():
 @pytest.mark.parametrize("importer, target", [
     ("graphlin.backends.cuda.graph", "torch_npu"),
     ("graphlin.backends.cuda.graph", "graphlin.backends.host.graph"),
+    ("graphlin.graphed", "graphlin.kernels.copy_rows.RowCopy"),
     ("graphlin.backends", "graphlin.kernels.launch"),
     ("graphlin.kernels.conv", "graphlin.ops.chunks"),
     ("graphlin.kernels.conv", "graphlin.backends.cuda.tiles"),
@@ -103,9 +106,9 @@ def test_rule_refuses(importer, target):
 
 @pytest.mark.parametrize("importer, target", [
     ("graphlin.backends.npu.graph", "torch_npu.npu"),
-    ("graphlin.kernels", "graphlin.backends.host.interpreter.choose_interpreter"),
+    ("graphlin.kernels", "graphlin.backends.interpreter.choose_interpreter"),
     ("graphlin.kernels.launch", "graphlin.backends.get_backend"),
-    ("graphlin.graphed", "graphlin.kernels.copy_rows.copy_rows"),
+    ("graphlin.slots", "graphlin.kernels.copy_rows.RowCopy"),
     ("graphlin.tier", "math"),
     ("graphlin.demo.train", "graphlin.ops"),
 ])

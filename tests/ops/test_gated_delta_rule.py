@@ -18,7 +18,7 @@ GATES = {
 FACTORS = {
     "lengths": [(3, 0, 34), (19, 19)],
     "beta": ["given", "sigmoid", "twice_sigmoid"],
-    "heads": [(1, 1), (1, 2), (2, 4)],
+    "heads": [(2, 2), (1, 2), (2, 4)],
     "l2norm": [True, False],
     "states": ["both", "initial", "final", "none"],
     "state_v_first": [False, True],

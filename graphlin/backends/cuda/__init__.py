@@ -1,7 +1,7 @@
 """The NVIDIA backend: compiled Triton kernels and CUDA graphs."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
@@ -11,8 +11,11 @@ import torch
 from graphlin.backends.cuda import graph as cuda_graph
 from graphlin.backends.cuda.launch import run_compiled
 from graphlin.backends.cuda.tiles import launch_record
-from graphlin.backends.host.interpreter import is_interpreting
+from graphlin.backends.interpreter import is_interpreting
 from graphlin.backends.protocol import LaunchRecord
+
+# Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 class CudaBackend:
@@ -65,6 +68,9 @@ class CudaBackend:
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)
+
+    def count_launches(self, events: Sequence[Any]) -> int:
+        return sum(event.name.startswith(_LAUNCHES) for event in events)
 
 
 def _index(device: torch.device) -> int:

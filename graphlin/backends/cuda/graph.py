@@ -11,7 +11,7 @@ import torch
 from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
 from graphlin.backends.diagnostics import blame
-from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync, Resource
+from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync
 
 _invalidated: list[torch.cuda.CUDAGraph] = []
 # Of c10/cuda/CUDAFunctions.cpp, in the mode that refuses syncs, and of aten/src/ATen/native/cuda/Copy.cu, in captures.
@@ -102,10 +102,8 @@ def _failures_typed() -> Iterator[None]:
         yield
     except GraphlinError:
         raise
-    except torch.cuda.OutOfMemoryError as error:
-        raise Resource(f"out of device memory in the capture; use a smaller tier or fewer slots. {error}") from error
     except RuntimeError as error:
-        if "captur" not in str(error):
+        if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
             raise
         raise CaptureError(f"the capture broke at {blame(traceback.extract_tb(error.__traceback__))}: the block does "
                            f"there what a CUDA graph cannot hold. {error}") from error

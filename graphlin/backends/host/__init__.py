@@ -2,17 +2,18 @@
 
 import importlib.util
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from graphlin.backends.diagnostics import LAUNCH_MARK, blame
+from graphlin.backends.diagnostics import blame
 from graphlin.backends.host import graph as host_graph
-from graphlin.backends.host.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.host.launch import run_interpreted
+from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
 from graphlin.backends.host.tiles import launch_record
+from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import ColdKernel
 
@@ -82,6 +83,9 @@ class HostBackend:
             raise ColdKernel(f"kernel {kernel.fn.__name__} would be compiled inside a capture, launched from "
                              f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options "
                              "before capturing (num_warmup_iters of at least 1).")
+
+    def count_launches(self, events: Sequence[Any]) -> int:
+        return count_launches(events)
 
 
 def _variant(kernel: Any, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> tuple:

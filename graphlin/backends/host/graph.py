@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphlin.backends.diagnostics import REPLAY_MARK, blame
+from graphlin.backends.diagnostics import blame
+from graphlin.backends.host.launches import REPLAY_MARK
 from graphlin.errors import CaptureError, HostSync
 
 _HOST_READS = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__")
