@@ -15,6 +15,7 @@ from graphlin.__main__ import main
 from graphlin.backends.host import HostBackend
 from graphlin.demo import command
 from graphlin.demo.data import TextError, make_batches, read_paragraphs
+from graphlin.demo.model import MIXERS, ByteModel
 from graphlin.demo.report import Comparison, Launches, Packing, Result, Series, show
 from graphlin.demo.train import PaddedBlocks, best_device
 
@@ -22,7 +23,8 @@ TIER = Tier(tokens=128, seqs=4)
 ROOT = Path(__file__).parents[1]
 
 RIGHT = Result(
-    device="a device", dtype="float32", clock="a clock", text="a text", parameters=1, layers=1, tier=TIER, tier_bytes=1,
+    device="a device", dtype="float32", clock="a clock", text="a text", parameters=1, mixer="AMixer", layers=1, tier=TIER,
+    tier_bytes=1,
     packings=[Packing([2], False), Packing([1], False), Packing([9, 200], True), Packing([3], False)],
     losses=Series([5.0, 4.5, 4.2, 3.9], [5.0, 4.5, 4.2, 3.9]), seconds=Series([9.0, 1.0, 70.0, 3.0], [8.0, 2.0, 60.0, 4.0]),
     comparison=Comparison(True, 0.0, 0.0, []), launches=Launches(100.0, 2.0), replays=3, backward_replays=3, eager_calls={})
@@ -38,14 +40,17 @@ def text_file(tmp_path):
     return path
 
 
-def test_command_trains_the_same_way_eager_and_captured(text_file, tmp_path):
+@pytest.mark.parametrize(("model", "mixer"), [
+    ("gdn", "GatedDeltaNet"), pytest.param("kda", "KimiDeltaAttention", marks=pytest.mark.slow)])
+def test_command_trains_the_same_way_eager_and_captured(text_file, tmp_path, model, mixer):
     picture = tmp_path / "curves.png"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "graphlin", "demo", str(text_file), "--json", "--plot", str(picture)],
-                          cwd=ROOT, env=environment, capture_output=True, text=True)
+    command_line = [sys.executable, "-m", "graphlin", "demo", str(text_file), "--model", model, "--json", "--plot", str(picture)]
+    done = subprocess.run(command_line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and found["problems"] == []
+    assert found["mixer"] == mixer
     assert found["comparison"]["bitwise"] and found["losses"]["eager"] == found["losses"]["captured"]
     assert len(found["losses"]["eager"]) == len(found["seconds"]["captured"]) == 10
     assert found["loss_fall"] >= 0.2
@@ -120,7 +125,7 @@ def test_a_directory_is_no_text(tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "9"], ["--steps", "many"], ["--unknown"]])
+@pytest.mark.parametrize("arguments", [["--steps", "9"], ["--steps", "many"], ["--model", "mamba"], ["--unknown"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["demo", *arguments])
@@ -138,6 +143,21 @@ def test_a_picture_without_matplotlib_is_refused_before_training(monkeypatch, ca
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["demo", "--plot", "a.png"]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "mixer"), [([], "gdn"), (["--model", "kda"], "kda")])
+def test_the_model_is_gated_delta_net_unless_another_is_named(monkeypatch, capsys, arguments, mixer):
+    asked = []
+    monkeypatch.setattr(command, "compare", lambda *given: asked.append(given[0]) or RIGHT)
+    assert main(["demo", *arguments]) == 0
+    assert asked == [mixer]
+    assert "AMixer layers: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mixers", [("gdn", "gdn"), ("kda",), ("gdn", "kda")])
+def test_blocks_hold_the_mixers_that_are_named(mixers):
+    blocks = ByteModel(mixers, 16, 1, 16, 16).blocks.blocks
+    assert [type(block.mixer) for block in blocks] == [MIXERS[mixer] for mixer in mixers]
 
 
 @pytest.mark.parametrize("accelerator", ["xpu", None])

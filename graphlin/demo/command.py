@@ -10,6 +10,7 @@ from rich.console import Console
 
 from graphlin.demo.data import TextError
 from graphlin.demo.experiment import compare
+from graphlin.demo.model import MIXERS
 from graphlin.demo.report import show
 from graphlin.errors import BackendUnavailable
 
@@ -25,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
     parser.add_argument("text", nargs="?", type=Path, metavar="TEXT_FILE",
                         help="UTF-8 text whose paragraphs blank lines separate (default: a text that comes with graphlin)")
+    parser.add_argument("--model", choices=MIXERS, default="gdn",
+                        help="what mixes tokens: Gated DeltaNet or Kimi Delta Attention (default: gdn)")
     parser.add_argument("--steps", type=_steps, default=MIN_STEPS,
                         help=f"training steps of each run, at least {MIN_STEPS} (default: {MIN_STEPS})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -36,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.plot is not None:
             _check_plot(arguments.plot)
-        result = compare(arguments.text, arguments.steps, Console(stderr=True))
+        result = compare(arguments.model, arguments.text, arguments.steps, Console(stderr=True))
     except (TextError, PlotError, BackendUnavailable) as error:
         print(f"graphlin demo: {error}", file=sys.stderr)
         return 2

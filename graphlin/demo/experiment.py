@@ -10,13 +10,15 @@ from torch import nn
 
 import graphlin
 from graphlin.demo.data import Batch, make_batches, read_paragraphs
+from graphlin.demo.model import MIXERS
 from graphlin.demo.report import Comparison, Launches, Packing, Result, Series
 from graphlin.demo.train import ACCELERATOR, CPU, PaddedBlocks, Run, Settings, best_device, train
 from graphlin.verify import Report
 
 
-def compare(text: Path | None, steps: int, console: Console) -> Result:
-    """Trains on `text` (None: the text shipped) for `steps` steps, eager and captured; progress goes to `console`.
+def compare(mixer: str, text: Path | None, steps: int, console: Console) -> Result:
+    """Trains a model of `mixer` layers (a name of MIXERS) for `steps` steps on `text` (None: the text shipped), eager and
+    captured; progress goes to `console`.
 
     Raises TextError where the text can't be used.
     """
@@ -29,7 +31,7 @@ def compare(text: Path | None, steps: int, console: Console) -> Result:
     with Progress(*columns, console=console) as progress:
         def train_with(name: str, wrap: Callable[[nn.Module], nn.Module]) -> Run:
             task = progress.add_task(name, total=steps)
-            return train(settings, batches, device, wrap, lambda: progress.advance(task))
+            return train(mixer, settings, batches, device, wrap, lambda: progress.advance(task))
 
         eager = train_with("eager", lambda blocks: PaddedBlocks(blocks, settings.tier))
         captured = train_with("captured", lambda blocks: graphlin.capture(
@@ -44,7 +46,7 @@ def compare(text: Path | None, steps: int, console: Console) -> Result:
         device=_device_name(device), clock=_clock(device), dtype=str(settings.dtype).removeprefix("torch."),
         text="the text that comes with graphlin" if text is None else str(text),
         parameters=sum(p.numel() for p in captured.model.parameters()), layers=settings.num_blocks,
-        tier=settings.tier, tier_bytes=captured.model.blocks.held_bytes(),
+        mixer=MIXERS[mixer].__name__, tier=settings.tier, tier_bytes=captured.model.blocks.held_bytes(),
         packings=[Packing(b.cu_seqlens.diff().tolist(), not settings.tier.fits(b.tokens, b.seqs)) for b in batches],
         losses=Series(eager.losses, captured.losses), seconds=Series(eager.seconds, captured.seconds),
         comparison=_comparison(eager, captured, report), launches=_launches(report, settings), **counts)

@@ -1,22 +1,25 @@
 """A small byte-level language model whose blocks a graph can hold."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from graphlin import prepare_chunk_indices
-from graphlin.layers import GatedDeltaNet, zero_inactive_rows
+from graphlin.layers import GatedDeltaNet, KimiDeltaAttention, zero_inactive_rows
 
 BYTES = 256
+MIXERS = {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 
 
 class Block(nn.Module):
-    """Gated DeltaNet and a two-layer perceptron, each behind a norm and beside a residual."""
+    """A mixer of tokens, named as in MIXERS, and a two-layer perceptron, each behind a norm and beside a residual."""
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, chunk_size: int) -> None:
+    def __init__(self, mixer: str, hidden_size: int, num_heads: int, head_dim: int, chunk_size: int) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(hidden_size)
-        self.mixer = GatedDeltaNet(hidden_size, expand_v=1, head_dim=head_dim, num_heads=num_heads, chunk_size=chunk_size)
+        self.mixer = MIXERS[mixer](hidden_size, expand_v=1, head_dim=head_dim, num_heads=num_heads, chunk_size=chunk_size)
         self.mlp_norm = nn.RMSNorm(hidden_size)
         self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size), nn.SiLU(), nn.Linear(4 * hidden_size, hidden_size))
 
@@ -26,11 +29,14 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """The part that is captured: hidden states `[1, T, hidden]` in and out, the chunk table built once for all blocks."""
+    """The part that is captured: a block for each mixer, hidden states `[1, T, hidden]` in and out.
 
-    def __init__(self, num_blocks: int, *sizes: int) -> None:
+    The chunk table is built once for all blocks.
+    """
+
+    def __init__(self, mixers: Sequence[str], *sizes: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(*sizes) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(mixer, *sizes) for mixer in mixers)
         self.chunk_size = self.blocks[0].mixer.chunk_size
 
     def forward(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor,
@@ -46,10 +52,10 @@ class Blocks(nn.Module):
 class ByteModel(nn.Module):
     """Embedding, blocks and a head that predicts the next byte."""
 
-    def __init__(self, num_blocks: int, hidden_size: int, num_heads: int, head_dim: int, chunk_size: int) -> None:
+    def __init__(self, mixers: Sequence[str], hidden_size: int, num_heads: int, head_dim: int, chunk_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, hidden_size)
-        self.blocks: nn.Module = Blocks(num_blocks, hidden_size, num_heads, head_dim, chunk_size)
+        self.blocks: nn.Module = Blocks(mixers, hidden_size, num_heads, head_dim, chunk_size)
         self.norm = nn.RMSNorm(hidden_size)
         self.head = nn.Linear(hidden_size, BYTES)
 

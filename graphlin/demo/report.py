@@ -59,6 +59,7 @@ class Result:
     clock: str
     text: str
     parameters: int
+    mixer: str
     layers: int
     tier: Tier
     tier_bytes: int
@@ -132,7 +133,7 @@ def _summary(result: Result) -> Table:
     eager, captured = (1e3 * result.usual(seconds) for seconds in (result.seconds.eager, result.seconds.captured))
     rows = {
         "device": f"{result.device}; {result.dtype}",
-        "model": f"{result.parameters:,} parameters, Gated DeltaNet layers: {result.layers}",
+        "model": f"{result.parameters:,} parameters, {result.mixer} layers: {result.layers}",
         "packings": f"{len({tuple(p.lengths) for p in result.packings})} different ones in {len(result.packings)} steps",
         "tier": f"{tier.tokens} tokens in {tier.seqs} sequences, chunks of {tier.chunk_size}; holds "
                 f"{result.tier_bytes / 2**20:.2f} MiB",

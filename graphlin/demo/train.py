@@ -84,14 +84,14 @@ def best_device() -> torch.device:
     return torch.device("cpu")
 
 
-def train(settings: Settings, batches: list[Batch], device: torch.device,
+def train(mixer: str, settings: Settings, batches: list[Batch], device: torch.device,
           wrap: Callable[[nn.Module], nn.Module], advance: Callable[[], None]) -> Run:
-    """Trains a new model, always from the same initial weights, one step a batch; `wrap` decides how its blocks run.
+    """Trains a new model, always from the same initial weights, one step a batch.
 
-    `advance` is called after each step.
+    `mixer` is a name of MIXERS; `wrap` decides how the model's blocks run, `advance` is called after each step.
     """
     torch.manual_seed(SEED)
-    model = ByteModel(settings.num_blocks, settings.hidden_size, settings.num_heads, settings.head_dim,
+    model = ByteModel([mixer] * settings.num_blocks, settings.hidden_size, settings.num_heads, settings.head_dim,
                       settings.tier.chunk_size).to(device, settings.dtype)
     model.blocks = wrap(model.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate)

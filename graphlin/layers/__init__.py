@@ -2,5 +2,6 @@
 
 from graphlin.layers.gated_delta_net import GatedDeltaNet
 from graphlin.layers.inactive import zero_inactive_rows
+from graphlin.layers.kimi_delta_attention import KimiDeltaAttention
 
-__all__ = ["GatedDeltaNet", "zero_inactive_rows"]
+__all__ = ["GatedDeltaNet", "KimiDeltaAttention", "zero_inactive_rows"]

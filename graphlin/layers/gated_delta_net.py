@@ -1,24 +1,14 @@
 """The Gated DeltaNet layer, with the parameter names and shapes of flash-linear-attention."""
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graphlin.layers.inactive import zero_inactive_rows
-from graphlin.layers.norm import GatedRMSNorm
-from graphlin.layers.short_convolution import ShortConvolution
-from graphlin.ops.chunks import prepare_chunk_indices
+from graphlin.layers.delta_rule_layer import DeltaRuleLayer
 from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
 
-# Range of the step sizes softplus(dt_bias) at the start, as in Mamba-2 (arXiv 2405.21060).
-DT_MIN, DT_MAX = 1e-3, 1e-1
 
-States = tuple[torch.Tensor, ...]
-
-
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(DeltaRuleLayer):
     """Gated DeltaNet (Yang et al., arXiv 2412.06464) over dense `[B, T]` or packed `[1, T]` sequences.
 
     Parameters have the names and shapes of flash-linear-attention's `GatedDeltaNet`, so its checkpoints load with
@@ -48,116 +38,22 @@ class GatedDeltaNet(nn.Module):
                  num_v_heads: int | None = None, *, use_gate: bool = True, use_short_conv: bool = True,
                  allow_neg_eigval: bool = False, conv_size: int = 4, conv_bias: bool = False, norm_eps: float = 1e-5,
                  chunk_size: int = 64) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.head_k_dim, self.head_v_dim = head_dim, _value_width(head_dim, expand_v)
-        self.num_heads = num_heads
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        if self.num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads: expected a multiple of num_heads={num_heads}, found {num_v_heads}")
-        self.use_gate, self.use_short_conv = use_gate, use_short_conv
-        self.allow_neg_eigval = allow_neg_eigval
-        self.chunk_size = chunk_size
-
-        key_dim, value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
+        super().__init__(hidden_size, expand_v, head_dim, num_heads, num_v_heads, use_short_conv, allow_neg_eigval, chunk_size)
+        self.use_gate = use_gate
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias)
+        self._add_strength_and_gate(num_steps=self.num_v_heads)
+        self._add_convolutions(conv_size, conv_bias)
         if use_gate:
-            self.g_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps)
-        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
-        self.reset_gate_parameters()
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self._add_output(norm_eps, F.silu)
 
-    @torch.no_grad()
-    def reset_gate_parameters(self) -> None:
-        """Draws A from (0, 16) and the step size log-uniformly from (1e-3, 1e-1), as flash-linear-attention does."""
+    def _draw_rate(self) -> None:
+        """A uniform in (0, 16)."""
         self.A_log.uniform_(0, 16).log_()
-        step = self.dt_bias.uniform_(math.log(DT_MIN), math.log(DT_MAX)).exp_()
-        step.add_(torch.log(-torch.expm1(-step)))  # the inverse of softplus
-        # Optimisers that split parameters by this mark keep weight decay off the gate.
-        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
 
-    def forward(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
-                chunk_indices: torch.Tensor | None = None, initial_state: States | None = None,
-                output_final_state: bool = False) -> torch.Tensor | tuple[torch.Tensor, States]:
-        """Mixes tokens within each sequence.
+    def _delta_rule(self, hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                    **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return chunk_gated_delta_rule(q, k, v, self.a_proj(hidden_states), **options)
 
-        Args:
-            hidden_states: `[B, T, hidden_size]`; with cu_seqlens B is 1 and rows from cu_seqlens[-1] on are ignored.
-            cu_seqlens: `[N + 1]` int32 or int64 starts of the packed sequences; never changed. Default: N = B rows.
-            chunk_indices: the table of `graphlin.prepare_chunk_indices(cu_seqlens, T, chunk_size)`, where the caller
-                has built it for several layers. Default: built here.
-            initial_state: the states of an earlier call, one row a sequence. Default: zeros.
-            output_final_state: return the states after the last token too. Default: False.
-
-        Returns `o`, shaped like hidden_states, or `(o, states)`. `states` is the delta rule's state
-        `[N, num_v_heads, head_dim, head_v_dim]` and, with short convolutions, the last inputs of q, k and v
-        `[N, channels, conv_size]`.
-
-        Raises ValueError naming the argument where a shape does not fit.
-        """
-        self._check(hidden_states, cu_seqlens, initial_state)
-        if cu_seqlens is not None:
-            hidden_states = zero_inactive_rows(hidden_states, cu_seqlens)
-            if chunk_indices is None:
-                chunk_indices = prepare_chunk_indices(cu_seqlens, hidden_states.shape[1], self.chunk_size)
-        packing = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_size": self.chunk_size}
-
-        delta_state, *conv_states = initial_state or (None,) * self._num_states
-        qkv, conv_states = self._mix_locally(hidden_states, conv_states, output_final_state, packing)
-        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in
-                   zip(qkv, (self.head_k_dim, self.head_k_dim, self.head_v_dim), strict=True))
-        o, delta_state = chunk_gated_delta_rule(
-            q, k, v, self.a_proj(hidden_states), self.b_proj(hidden_states),
-            initial_state=delta_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias,
-            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=self.allow_neg_eigval, **packing)
-
-        gate = self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)) if self.use_gate else None
-        o = self.o_proj(self.o_norm(o, gate).flatten(-2))
-        return (o, (delta_state, *conv_states)) if output_final_state else o
-
-    def _mix_locally(self, hidden_states: torch.Tensor, states: list, output_final_state: bool, packing: dict) -> tuple:
-        """The convolved q, k and v `[B, T, channels]`, and the states of the convolutions."""
-        projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        if not self.use_short_conv:
-            return [F.silu(x) for x in projected], ()
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        return zip(*(conv(x, state, output_final_state, **packing)
-                     for conv, x, state in zip(convs, projected, states, strict=True)), strict=True)
-
-    @property
-    def _num_states(self) -> int:
-        return 4 if self.use_short_conv else 1
-
-    def _check(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None, initial_state: States | None) -> None:
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden_states: expected shape [B, T, {self.hidden_size}], "
-                             f"found {list(hidden_states.shape)}")
-        if cu_seqlens is not None and hidden_states.shape[0] != 1:
-            raise ValueError(f"hidden_states: expected a batch of 1 with cu_seqlens, found {hidden_states.shape[0]}; "
-                             "pack the rows into one")
-        if initial_state is not None and len(initial_state) != self._num_states:
-            raise ValueError(f"initial_state: expected the {self._num_states} states that this layer returns, "
-                             f"found {len(initial_state)}")
-
-    def extra_repr(self) -> str:
-        return (f"hidden_size={self.hidden_size}, heads={self.num_heads}x{self.head_k_dim}, "
-                f"value_heads={self.num_v_heads}x{self.head_v_dim}, chunk_size={self.chunk_size}")
-
-
-def _value_width(head_dim: int, expand_v: float) -> int:
-    width = round(head_dim * expand_v)
-    if not math.isclose(width, head_dim * expand_v, rel_tol=1e-5):
-        raise ValueError(f"expand_v: expected head_dim * expand_v to be an integer, found {head_dim} * {expand_v} "
-                         f"= {head_dim * expand_v}")
-    return width
+    def _output_gate(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.g_proj(hidden_states) if self.use_gate else None

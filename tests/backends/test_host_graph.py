@@ -1,5 +1,9 @@
 """The host's recorder: what it repeats, and what it refuses as a device capture would."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 
@@ -131,6 +135,16 @@ def test_triton_launches_repeat(host, dtype):
     graph.replay()
     assert torch.equal(out, add(x) * 2)
     assert len(graph.steps) < 6, "the interpreter's own ops were recorded"
+
+
+def test_threads_may_launch_at_once(host, request):
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-5)
+    inputs = [torch.randn(5) for _ in range(24)]
+    add(inputs[0])
+    with ThreadPoolExecutor(4) as threads:
+        for x, y in zip(inputs, threads.map(add, inputs), strict=True):
+            assert torch.equal(y, x + 1)
 
 
 def test_a_kernel_variant_first_run_inside_is_refused(host):

@@ -1,42 +1,13 @@
 import pytest
 import torch
-from torch.nn import functional as F
 
 import graphlin
-from graphlin.layers import GatedDeltaNet
-from graphlin.ops import reference
+from tests.layers.layer_cases import LAYER_CASES, each_layer, each_variant
 from tests.tolerances import assert_close_rms, relative_rms
-
-SIZES = {"hidden_size": 24, "head_dim": 16, "num_heads": 1, "num_v_heads": 2, "expand_v": 1, "chunk_size": 16}
-VARIANTS = {
-    "plain": {},
-    "odd sizes, bias": {"hidden_size": 25, "head_dim": 12, "expand_v": 1.5, "conv_bias": True, "conv_size": 3},
-    "no gate, no convolution": {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True},
-}
-
-# flash-linear-attention's GatedDeltaNet(hidden_size=1000, expand_v=2, head_dim=64, num_heads=3, num_v_heads=6, conv_bias=True)
-FLA_PARAMETERS = {
-    "A_log": (6,), "dt_bias": (6,),
-    "q_proj.weight": (192, 1000), "k_proj.weight": (192, 1000), "v_proj.weight": (768, 1000),
-    "a_proj.weight": (6, 1000), "b_proj.weight": (6, 1000), "g_proj.weight": (768, 1000),
-    "q_conv1d.weight": (192, 1, 4), "k_conv1d.weight": (192, 1, 4), "v_conv1d.weight": (768, 1, 4),
-    "q_conv1d.bias": (192,), "k_conv1d.bias": (192,), "v_conv1d.bias": (768,),
-    "o_norm.weight": (128,), "o_proj.weight": (1000, 768),
-}
-
-
-def make_layer(device, **options):
-    """A layer whose gate and norm are away from their symmetric start, so that a wrong one shows."""
-    layer = GatedDeltaNet(**{**SIZES, **options})
-    with torch.no_grad():
-        layer.A_log.uniform_(-1, 1)
-        layer.dt_bias.uniform_(-1, 1)
-        layer.o_norm.weight.uniform_(0.5, 1.5)
-    return layer.to(device)
 
 
 def make_hidden(layer, tokens, batch=1):
-    return torch.randn(batch, tokens, layer.hidden_size, device=layer.A_log.device)
+    return torch.randn(batch, tokens, layer.hidden_size).to(layer.A_log)
 
 
 def make_states(layer, seqs):
@@ -51,30 +22,6 @@ def convolutions(layer):
 
 def cumulative(device, *values):
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def reference_layer(layer, p, hidden, cu, states):
-    """The layer written out on float64 parameters `p`, by the per-token reference ops."""
-    delta_state, *conv_states = states
-    mixed, last_inputs = [], []
-    for i, name in enumerate("qkv"):
-        x = hidden @ p[f"{name}_proj.weight"].T
-        if layer.use_short_conv:
-            x, last = reference.causal_conv1d_reference(
-                x, p[f"{name}_conv1d.weight"][:, 0], p.get(f"{name}_conv1d.bias"), initial_state=conv_states[i],
-                output_final_state=True, activation="silu", cu_seqlens=cu)
-            last_inputs.append(last)
-        else:
-            x = F.silu(x)
-        mixed.append(x.unflatten(-1, (-1, layer.head_v_dim if name == "v" else layer.head_k_dim)))
-    o, delta_state = reference.gated_delta_rule_reference(
-        *mixed, hidden @ p["a_proj.weight"].T, hidden @ p["b_proj.weight"].T, initial_state=delta_state,
-        output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=p["A_log"],
-        dt_bias=p["dt_bias"], use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval, cu_seqlens=cu)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p["o_norm.weight"]
-    if layer.use_gate:
-        o = o * F.silu(hidden @ p["g_proj.weight"].T).unflatten(-1, (-1, layer.head_v_dim))
-    return o.flatten(-2) @ p["o_proj.weight"].T, (delta_state, *last_inputs)
 
 
 def weights_for(outputs):
@@ -92,7 +39,8 @@ def gradients(layer):
 
 
 def tolerance_name(parameter):
-    return {"A_log": "dA_log", "dt_bias": "ddt_bias", "a_proj.weight": "dg", "b_proj.weight": "dbeta"}.get(parameter, "dweight")
+    names = {"A_log": "dA_log", "dt_bias": "ddt_bias", "a_proj": "dg", "f_proj": "dg", "b_proj": "dbeta"}
+    return names.get(parameter.split(".")[0], "dweight")
 
 
 def run(layer, hidden, cu, call=None):
@@ -104,36 +52,9 @@ def run(layer, hidden, cu, call=None):
     return y.detach(), gradients(layer)
 
 
-def test_parameters_are_those_of_flash_linear_attention():
-    layer = GatedDeltaNet(hidden_size=1000, expand_v=2, head_dim=64, num_heads=3, num_v_heads=6, conv_bias=True)
-    assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == FLA_PARAMETERS
-    checkpoint = {name: torch.randn(shape) for name, shape in FLA_PARAMETERS.items()}
-    layer.load_state_dict(checkpoint)
-    assert torch.equal(layer.k_conv1d.weight, checkpoint["k_conv1d.weight"])
-
-
-def test_default_sizes_are_those_of_flash_linear_attention():
-    with torch.device("meta"):
-        layer = GatedDeltaNet()
-    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
-    assert shapes["q_proj.weight"] == (1536, 2048)
-    assert shapes["o_proj.weight"] == (2048, 3072)
-    assert shapes["v_conv1d.weight"] == (3072, 1, 4)
-    assert not any(name.endswith(".bias") for name in shapes)
-
-
-def test_gate_starts_in_its_range():
-    layer = GatedDeltaNet(hidden_size=8, head_dim=1, num_heads=500, expand_v=1)
-    decay, step = layer.A_log.exp(), F.softplus(layer.dt_bias)
-    assert 0 <= decay.min() < 1 and 15 < decay.max() <= 16
-    assert 1e-3 * 0.999 <= step.min() < 1.1e-3 and 9e-2 < step.max() <= 1e-1 * 1.001
-    assert layer.A_log._no_weight_decay and layer.dt_bias._no_weight_decay
-    assert torch.equal(layer.o_norm.weight, torch.ones(1))
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_equals_the_float64_layer(device, variant):
-    layer = make_layer(device, **variant)
+@each_variant
+def test_equals_the_float64_layer(device, case, options):
+    layer = case.make(device, **options)
     cu = cumulative(device, 0, 2, 2, 23)
     hidden = make_hidden(layer, 23).requires_grad_()
     states = tuple(s.requires_grad_() for s in make_states(layer, 3))
@@ -143,7 +64,7 @@ def test_equals_the_float64_layer(device, variant):
 
     p = {name: x.detach().double().requires_grad_() for name, x in layer.named_parameters()}
     hidden64, *states64 = (x.detach().double().requires_grad_() for x in (hidden, *states))
-    y64, final64 = reference_layer(layer, p, hidden64, cu, states64)
+    y64, final64 = case.reference(layer, p, hidden64, cu, states64)
     backward_through([y64, *final64], weights)
 
     assert_close_rms("o", y, y64, torch.float32)
@@ -156,16 +77,18 @@ def test_equals_the_float64_layer(device, variant):
         assert_close_rms(tolerance_name(name), parameter.grad, p[name].grad, torch.float32)
 
 
-def test_dense_batch_equals_the_packed_one(device):
-    layer = make_layer(device)
+@each_layer
+def test_dense_batch_equals_the_packed_one(device, case):
+    layer = case.make(device)
     hidden = make_hidden(layer, 9, batch=2)
     dense = layer(hidden)
     packed = layer(hidden.reshape(1, 18, -1), cumulative(device, 0, 9, 18))
     assert torch.equal(dense.reshape(1, 18, -1), packed)
 
 
-def test_slack_rows_reach_nothing(device):
-    layer = make_layer(device)
+@each_layer
+def test_slack_rows_reach_nothing(device, case):
+    layer = case.make(device)
     cu = cumulative(device, 0, 5, 19)
     hidden = make_hidden(layer, 19)
     expected, expected_gradients = run(layer, hidden, cu)
@@ -177,8 +100,9 @@ def test_slack_rows_reach_nothing(device):
         assert_close_rms(tolerance_name(name), gradient, expected_gradients[name], torch.float32)
 
 
-def test_states_continue_the_sequences(device):
-    layer = make_layer(device)
+@each_layer
+def test_states_continue_the_sequences(device, case):
+    layer = case.make(device)
     first, second = make_hidden(layer, 12), make_hidden(layer, 9)
     # The first call ends inside the window of the second sequence's convolution.
     whole = torch.cat([first[:, :10], second[:, :2], first[:, 10:], second[:, 2:]], 1)
@@ -195,8 +119,9 @@ def test_states_continue_the_sequences(device):
         assert_close_rms(tolerance_name(name), found[name], gradient, torch.float32)
 
 
-def test_cu_seqlens_is_read_at_each_call_and_never_changed(device):
-    layer = make_layer(device)
+@each_layer
+def test_cu_seqlens_is_read_at_each_call_and_never_changed(device, case):
+    layer = case.make(device)
     hidden = make_hidden(layer, 20)
     cu = cumulative(device, 0, 11, 20)
     first = layer(hidden, cu)
@@ -207,8 +132,9 @@ def test_cu_seqlens_is_read_at_each_call_and_never_changed(device):
     assert not torch.equal(first, second)
 
 
-def test_given_chunk_table_is_used(device):
-    layer = make_layer(device)
+@each_layer
+def test_given_chunk_table_is_used(device, case):
+    layer = case.make(device)
     hidden, cu = make_hidden(layer, 20), cumulative(device, 0, 11, 20)
     table = graphlin.prepare_chunk_indices(cu, 32, layer.chunk_size)
     assert torch.equal(layer(hidden, cu, chunk_indices=table), layer(hidden, cu))
@@ -216,8 +142,9 @@ def test_given_chunk_table_is_used(device):
         layer(hidden, cu, chunk_indices=table[:1])
 
 
-def test_no_tokens_at_all(device):
-    layer = make_layer(device)
+@each_layer
+def test_no_tokens_at_all(device, case):
+    layer = case.make(device)
     hidden = make_hidden(layer, 0).requires_grad_()
     states = make_states(layer, 1)
     y, final = layer(hidden, cumulative(device, 0, 0), initial_state=states, output_final_state=True)
@@ -229,9 +156,10 @@ def test_no_tokens_at_all(device):
     assert all(p.grad is None or not p.grad.any() for p in layer.parameters())
 
 
-def test_dtype_follows_the_module(device):
-    layer = make_layer(device).bfloat16()
-    hidden, cu = make_hidden(layer, 20).bfloat16(), cumulative(device, 0, 11, 20)
+@each_layer
+def test_dtype_follows_the_module(device, case):
+    layer = case.make(device).bfloat16()
+    hidden, cu = make_hidden(layer, 20), cumulative(device, 0, 11, 20)
     y, found = run(layer, hidden, cu)
     assert y.dtype == torch.bfloat16
     expected, expected_gradients = run(layer.float(), hidden.float(), cu)
@@ -242,8 +170,34 @@ def test_dtype_follows_the_module(device):
         assert relative_rms(gradient, expected_gradients[name]) < 0.02, name
 
 
-def test_autocast_keeps_parameters_and_their_gradients_in_float32(device):
-    layer = make_layer(device)
+@each_layer
+@pytest.mark.parametrize(("tokens", "sizes"), [
+    (40, {"hidden_size": 48, "num_heads": 2, "num_v_heads": 4}),
+    pytest.param(256, {"hidden_size": 1536, "head_dim": 128, "num_heads": 16, "num_v_heads": 32, "chunk_size": 64},
+                 marks=pytest.mark.device_only),
+], ids=["reduced", "hidden 1536"])
+def test_bfloat16_layer_is_right(device, case, tokens, sizes):
+    """hidden 1536, H=16, HV=32, D=128, T=256, dense; and its twin for the interpreter."""
+    layer = case.make(device, torch.bfloat16, **sizes)
+    hidden = make_hidden(layer, tokens).requires_grad_()
+    y = layer(hidden)
+    weights = weights_for([y])
+    backward_through([y], weights)
+    p = {name: x.detach().double().requires_grad_() for name, x in layer.named_parameters()}
+    hidden64 = hidden.detach().double().requires_grad_()
+    y64, _ = case.reference(layer, p, hidden64, None, (None,) * 4)
+    backward_through([y64], weights)
+    pairs = {"o": (y, y64), "dx": (hidden.grad, hidden64.grad)}
+    pairs |= {name: (x.grad, p[name].grad) for name, x in layer.named_parameters()}
+    for name, (ours, theirs) in pairs.items():
+        assert ours.dtype == torch.bfloat16 and ours.isfinite().all(), name
+        # Every projection rounds to bfloat16 too, so the tolerances of a single op don't bind.
+        assert relative_rms(ours, theirs) < (0.015 if name == "o" else 0.02), name
+
+
+@each_layer
+def test_autocast_keeps_parameters_and_their_gradients_in_float32(device, case):
+    layer = case.make(device)
     hidden, cu = make_hidden(layer, 20), cumulative(device, 0, 11, 20)
     with torch.autocast(device.type, torch.bfloat16):
         y, found = run(layer, hidden, cu)
@@ -252,8 +206,9 @@ def test_autocast_keeps_parameters_and_their_gradients_in_float32(device):
     assert relative_rms(y, layer(hidden, cu)) < 0.015
 
 
-def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device):
-    layer = make_layer(device)
+@each_layer
+def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device, case):
+    layer = case.make(device)
     graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
     hidden, cu = make_hidden(layer, 32).requires_grad_(), cumulative(device, 0, 0, 0, 0)
     for values in ([0, 7, 32, 32], [0, 12, 12, 21], [0, 31, 31, 31]):
@@ -270,8 +225,9 @@ def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device
     assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (3, 3, {})
 
 
-def test_captured_layer_passes_states_on_at_its_own_sizes(device):
-    layer = make_layer(device)
+@each_layer
+def test_captured_layer_passes_states_on_at_its_own_sizes(device, case):
+    layer = case.make(device)
     graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
     with torch.no_grad():
         states, eager_states = (make_states(layer, 2),) * 2
@@ -301,7 +257,7 @@ class Stack(torch.nn.Module):
 
 def test_four_layers_share_one_table_and_never_wait_for_the_device(device):
     """A capture refuses every host sync, forward and backward, so that being captured is the proof."""
-    stack = Stack(make_layer(device, num_v_heads=1) for _ in range(4))
+    stack = Stack(case.make(device, num_v_heads=1) for case in 2 * LAYER_CASES)
     graphed = graphlin.capture(stack, graphlin.Tier(tokens=16, seqs=1, chunk_size=16), num_warmup_iters=1)
     _, found = run(stack, make_hidden(stack.layers[0], 9), cumulative(device, 0, 9), call=graphed)
     assert stack.tables and all(isinstance(table, torch.Tensor) for table in stack.tables)
@@ -309,17 +265,9 @@ def test_four_layers_share_one_table_and_never_wait_for_the_device(device):
     assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (1, 1, {})
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"num_heads": 2, "num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads=2, found 3"),
-    ({"head_dim": 10, "expand_v": 1.25}, "expand_v: expected head_dim"),
-])
-def test_wrong_sizes_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        GatedDeltaNet(**{**SIZES, **options})
-
-
-def test_wrong_arguments_are_named_and_the_layer_still_works(device):
-    layer = make_layer(device)
+@each_layer
+def test_wrong_arguments_are_named_and_the_layer_still_works(device, case):
+    layer = case.make(device)
     hidden, cu = make_hidden(layer, 8), cumulative(device, 0, 8)
     expected = layer(hidden, cu)
     with pytest.raises(ValueError, match=r"hidden_states: expected shape \[B, T, 24\], found \[1, 8, 23\]"):
