@@ -40,7 +40,7 @@ def test_dense_batch(device, tokens, extras):
 
 @pytest.mark.parametrize(("dtype", "parameters"), [(FP16, BF16), (FP16, FP32), (BF16, FP32), (FP32, BF16)], ids=str)
 def test_parameters_and_states_of_another_dtype(device, dtype, parameters):
-    """cases.md: x float16 with a bfloat16 or float32 initial state. Each result has its argument's dtype."""
+    """x in float16 with a bfloat16 or float32 initial state. Each result has its argument's dtype."""
     coarse = max(dtype, parameters, key=lambda d: torch.finfo(d).eps)
     problem = Conv(lengths=(0, 2, 21), D=16, dtype=dtype, parameters=parameters)
     inputs = conv_inputs(problem, device)
@@ -60,7 +60,7 @@ def test_swish_is_silu(device):
 
 @pytest.mark.parametrize(("n", "W"), [(1, 4), (2, 4), (3, 4), (1, 2), (2, 6)])
 def test_sequences_shorter_than_the_window_use_every_state_slot(device, n, W):
-    """cases.md: W=4, T=1, 2, 3 with initial state and its final-state gradient. A unit gradient for one slot of the
+    """W=4, T=1, 2, 3 with initial state and its final-state gradient. A unit gradient for one slot of the
     final state reaches exactly one row of x, or one slot of the initial state."""
     problem = Conv(lengths=(n,), W=W, D=3)
     standard_conv_check(problem, device)
@@ -86,7 +86,7 @@ def test_a_state_is_the_last_rows_to_the_bit(device):
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
 def test_a_sequence_in_two_calls_equals_one(device, cut):
-    """cases.md: local pieces [1, 255] and [2, 254] of a sequence that two ranks share."""
+    """Local pieces [1, 255] and [2, 254] of a sequence that two ranks share."""
     problem = Conv(lengths=(64,), D=6)
     inputs = conv_inputs(problem, device)
     rows = {name: inputs.pop(name) for name in ("x", "residual")}
@@ -108,7 +108,7 @@ def test_a_sequence_in_two_calls_equals_one(device, cut):
 
 # ------------------------------------------------------------------------------------------- bit for bit
 def test_the_second_sequence_knows_nothing_of_the_first(device):
-    """cases.md: W=4, `cu=[0,5,9]`."""
+    """W=4, `cu=[0,5,9]`."""
     problem = Conv(lengths=(5, 4))
     one, other = conv_inputs(problem, device), conv_inputs(problem, device)
     other["x"][:, :5] += 1
@@ -135,7 +135,7 @@ def test_results_of_a_sequence_are_independent_of_the_chunk_size(device, dtype):
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_bf16_equals_the_fp32_convolution_rounded_once(device, activation):
-    """cases.md: W=4, D=16."""
+    """W=4, D=16."""
     problem = Conv(lengths=(20, 0, 4), D=16, dtype=BF16, activation=activation)
     inputs = conv_inputs(problem, device)
     wide, upstream = ({name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
@@ -204,13 +204,13 @@ def test_empty_dense_input(device, shape):
 @pytest.mark.parametrize("D", [512, 768])
 @pytest.mark.parametrize("tokens", [48, pytest.param(512, marks=pytest.mark.device_only)])
 def test_channels_of_a_model(device, tokens, D):
-    """cases.md: bf16, W=4, silu, (B, T, D) = (1, 512, 512) and (1, 512, 768)."""
+    """bf16, W=4, silu, (B, T, D) = (1, 512, 512) and (1, 512, 768)."""
     standard_conv_check(Conv(lengths=(tokens,), dense=True, D=D, dtype=BF16, extras=(), chunk_size=64), device)
 
 
 @pytest.mark.device_only
 def test_grid_of_65536_tasks(device):
-    """cases.md: D=8192, T=8192, chunks of 64, B=32. The host's twin: any test whose tasks outnumber its programs."""
+    """D=8192, T=8192, chunks of 64, B=32. The host's twin: any test whose tasks outnumber its programs."""
     x = torch.randn(32, 8192, 8192, dtype=BF16, device=device)
     weight = torch.randn(8192, 4, dtype=BF16, device=device)
     y, _ = causal_conv1d(x, weight, activation="silu")

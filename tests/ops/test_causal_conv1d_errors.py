@@ -65,7 +65,7 @@ def test_an_argument_on_another_device_is_named(device, name):
 
 
 def test_more_than_one_batch_row_with_cu_seqlens(device):
-    """cases.md: x `[2,1024,768]` with `cu=[0,1024,2048]`."""
+    """x `[2,1024,768]` with `cu=[0,1024,2048]`."""
     x, weight = torch.zeros(2, 1024, 768, device=device), torch.zeros(768, 4, device=device)
     with pytest.raises(ValueError, match="^x: .*batch 1.*batch 2"):
         causal_conv1d(x, weight, cu_seqlens=cu_of((1024, 1024), device))
@@ -81,7 +81,7 @@ def test_validate_names_the_wrong_value(device):
 
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (0, 40, 200, 3), (-9, 3, 70, 16), (16, 0, -1, 90)], ids=str)
 def test_wrong_values_never_touch_memory_outside(device, values):
-    """cases.md: `cu=[0,12,8,16]`. Every tensor lies between NaN guards; what is read outside would show as NaN in the
+    """`cu=[0,12,8,16]`. Every tensor lies between NaN guards; what is read outside would show as NaN in the
     sequences that are clamped into the tensor, what is written outside would change the guards."""
     problem = Conv(lengths=(16, 0, 0), D=6)
     drawn = conv_inputs(problem, device)
