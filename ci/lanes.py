@@ -41,7 +41,7 @@ LANES = (
     Lane("host-triton36", "Triton 3.6's interpreter on the CPU", (f"make test {TRITON36} ARGS=--slow",),
          short=(f'make test {TRITON36} ARGS="tests/kernels tests/ops"',)),
     Lane("cuda-compile", "Triton 3.9 to sm_80, sm_90 and sm_100, all variants; no GPU", ("make cuda-compile",),
-         short=('make cuda-compile ARGS="--variants main bare one-group"',)),
+         short=('make cuda-compile ARGS="--variants main one-group"',)),
     Lane("cuda-compile-triton36", "Triton 3.6 to sm_80, sm_90 and sm_100, all variants; no GPU",
          (f"make cuda-compile {TRITON36}",)),
     Lane("cuda-a100", "A100 (sm_80): the suite and the demo", ON_CUDA, runner="a100"),
