@@ -38,7 +38,8 @@ class PoisonedMemory:
         out.set_(memory.untyped_storage(), GUARD, out.shape, out.stride())
         if out.dtype == torch.bool:
             out.fill_(True)
-        self._held.append((f"{out.dtype} {list(out.shape)} of {where}", memory, margin))
+        if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):      # there the fill runs at a replay, if ever
+            self._held.append((f"{out.dtype} {list(out.shape)} of {where}", memory, margin))
 
     def check(self) -> None:
         """Asserts that all guards are as they were, and lets go of the memory."""

@@ -222,8 +222,8 @@ def test_torch_compile_with_graphs_of_its_own_is_refused(options, in_place):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of what Inductor imports
-def test_torch_compile_without_graphs_is_taken():
-    block = Mixer()
+def test_torch_compile_without_graphs_is_taken(device):
+    block = Mixer().to(device)
     block.enter, block.leave = torch.compile(block.enter), torch.compile(block.leave, mode="max-autotune-no-cudagraphs")
     block.dropout.compile(backend="eager")
     assert capture(block, TIER).block is block
