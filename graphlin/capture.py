@@ -278,11 +278,20 @@ class _Recording:
                 raise UnsupportedModule(f"the block's forward gives {self._names[id(leaf)]} other memory (assigns its "
                                         "data), which a graph cannot follow; write into it in place, under no_grad")
 
+    def _check_inputs(self, versions: list[int]) -> None:
+        """A write into an argument would end in the static copy, and the caller's tensor would not see it."""
+        for leaf, static, version in zip(self.layout.leaves, self.statics, versions, strict=True):
+            if static._version != version:
+                raise UnsupportedModule(f"the block writes into its argument {leaf.name} in place, which a replay would do to "
+                                        "its own copy; return the new value instead, or clone the argument first")
+
     def _forward(self, inputs: list, seen: list[torch.Size] | None) -> Pair:
+        versions = [static._version for static in self.statics]
         with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
         self._check_addresses()
+        self._check_inputs(versions)
         flat, spec = tree_flatten(out)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
         roles = [()] * len(tensors) if seen is None else [
@@ -318,6 +327,7 @@ class _Recording:
         pair.backward = graph
         pair.input_grads = list(zip(leaves, grads[:len(leaves)], strict=True))
         pair.param_grads, pair.params = list(grads[len(leaves):]), list(self.mode.grad_params)
+        pair.frozen = [p for p in self.graphed.block.parameters() if not p.requires_grad]
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
         wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),

@@ -32,7 +32,8 @@ class Pair:
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
-    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd.
+    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd. `params` and
+    `frozen` are the block's parameters that require grad and the others: the backward reads both.
     """
 
     forward: Graph
@@ -48,6 +49,7 @@ class Pair:
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
     param_grads: list[torch.Tensor | None] = field(default_factory=list)
     params: list[torch.nn.Parameter] = field(default_factory=list)
+    frozen: list[torch.nn.Parameter] = field(default_factory=list)
     closed: bool = False
 
     def copy_in(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -66,7 +68,7 @@ class Pair:
 
     def version(self) -> int:
         """Grows whenever a parameter is written in place."""
-        return sum([p._version for p in self.params])
+        return sum([p._version for p in self.params]) + sum([p._version for p in self.frozen])
 
     def reset(self) -> None:
         self.closed = True

@@ -20,7 +20,7 @@ class SeqCopy:
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
         seqs = x.shape[self._dim]
-        if x.data_ptr() != self.static.data_ptr():
+        if x.data_ptr() != self.static.data_ptr() or x.stride() != self.static.stride():
             self.static.narrow(self._dim, 0, seqs).copy_(x)
             if seqs < self._previous:
                 self.static.narrow(self._dim, seqs, self._previous - seqs).zero_()
@@ -37,7 +37,7 @@ class WholeCopy:
         self.static = static
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        if x.data_ptr() != self.static.data_ptr():
+        if x.data_ptr() != self.static.data_ptr() or x.stride() != self.static.stride():
             self.static.copy_(x)
 
     def clear(self) -> None:

@@ -60,6 +60,8 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
 
     >>> print(graphlin.verify(graphed, x, cu_seqlens=cu))
     """
+    if not isinstance(graphed, GraphedBlock):
+        raise TypeError(f"graphed: expected what graphlin.capture returns, found {type(graphed).__name__}")
     with graphed.acquired(args, kwargs) as (call, slot, pair):
         check = _Check(graphed, call, pair, slot.device)
         try:
@@ -190,7 +192,7 @@ def _same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> boo
         return found is expected
     if not found.is_floating_point():
         return torch.equal(found, expected)
-    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    return torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
 def _relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:

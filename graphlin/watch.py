@@ -28,13 +28,15 @@ class Watch:
         self._counts = [len(owner) for owner in self._dicts]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
+        self._strides = [t.stride() for t in self._tensors]
         self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
                 and list(map(len, self._dicts)) == self._counts
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
+                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+                and list(map(torch.Tensor.stride, self._tensors)) == self._strides)
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")

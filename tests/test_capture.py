@@ -224,6 +224,16 @@ def test_a_changed_block_is_noticed_and_refresh_takes_it(device, change):
 
 
 @torch.no_grad()
+def test_weights_laid_out_anew_at_the_same_place_are_noticed(device):
+    graphed = capture(Mixer().to(device), TIER, fallback="raise")
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    weight = graphed.block.enter.weight
+    weight.data = weight.data.t()
+    with pytest.raises(StaleAddress, match="since the capture"):
+        graphed(x, cu)
+
+
 def test_a_stale_address_names_the_parameter(device):
     graphed = graphed_mixer(device, fallback="raise")
     x, cu = pack((5, 3), device)

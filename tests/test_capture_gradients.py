@@ -193,6 +193,18 @@ def test_a_second_backward_is_refused_not_wrong(device, mixer):
     captured(mixer, 1, backwards=1)
 
 
+def test_frozen_weights_changed_before_the_backward_are_noticed(device):
+    block = Mixer().to(device)
+    block.leave.weight.requires_grad_(False)
+    graphed = capture(block, TIER)
+    loss = graphed(*pack((5, 3), device)).sum()
+    with torch.no_grad():
+        block.leave.weight.mul_(2)
+    with pytest.raises(ReplayError, match="modified "):
+        loss.backward()
+    captured(graphed, 1)
+
+
 def test_weights_changed_before_the_backward_are_noticed_as_in_eager(device, mixer):
     x, cu = pack((5, 3), device)
     for block, error in ((mixer, ReplayError), (mixer.block, RuntimeError)):

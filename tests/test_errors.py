@@ -229,6 +229,17 @@ def test_torch_compile_without_graphs_is_taken(device):
     assert capture(block, TIER).block is block
 
 
+def test_an_argument_written_in_place_is_refused(device):
+    class Counts(nn.Module):
+        def forward(self, x, cu_seqlens, cache_state):
+            cache_state.add_(1)
+            return x * 2
+    x, cu = pack((5, 3), device)
+    state = torch.zeros(2, 4, device=device)
+    with torch.no_grad(), pytest.raises(UnsupportedModule, match="writes into its argument cache_state in place"):
+        capture(Counts(), TIER)(x, cu, state)
+
+
 def test_outputs_that_no_call_can_be_cut_from_are_refused(device):
     class Pairs(nn.Module):
         def forward(self, x, cu_seqlens):

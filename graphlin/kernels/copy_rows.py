@@ -60,7 +60,7 @@ class RowCopy:
         """
         tokens, inner, outer = self._sizes
         rows = x.shape[self._dim]
-        if x.data_ptr() == self.static.data_ptr() and rows == tokens:
+        if x.data_ptr() == self.static.data_ptr() and x.stride() == self.static.stride() and rows == tokens:
             self.previous = tokens
             if static_cu is None:
                 return

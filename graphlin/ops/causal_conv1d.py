@@ -70,14 +70,15 @@ class CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, initial_state, output_final_state, silu, packing: Packing):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, initial_state)
+        # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
+        ctx.save_for_backward(packing.cu, packing.chunks, x, weight, bias, initial_state)
         ctx.options = (None if residual is None else residual.dtype, silu, packing)
         return run_conv_forward(x, weight, bias, residual, initial_state, output_final_state, silu, packing)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, dfinal):
-        x, weight, bias, initial_state = ctx.saved_tensors
+        _, _, x, weight, bias, initial_state = ctx.saved_tensors
         residual_dtype, silu, packing = ctx.options
         _, _, _, want_residual, want_initial, *_ = ctx.needs_input_grad
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()

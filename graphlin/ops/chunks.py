@@ -69,7 +69,7 @@ def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None,
                     chunk_size: int, graph_capture: bool | None, validate: bool = False) -> Packing:
     """Checks the packing arguments of an op on x `[B, T, ...]` (called `name`) and builds what is missing."""
     check_chunk_size(chunk_size)
-    if graph_capture not in (None, True, False):
+    if graph_capture is not None and not isinstance(graph_capture, bool):
         raise TypeError(f"graph_capture: expected None, True or False, found {graph_capture!r}")
     if cu_seqlens is None:
         if chunk_indices is not None:

@@ -54,17 +54,18 @@ class DeltaRule(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         if v.numel() == 0:
-            ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, h0)
+            ctx.save_for_backward(None, None, q, k, v, g, beta, A_log, dt_bias, h0)
             return _empty_forward(v, h0, q.shape[3], call)
         operands = call.family.prep(q, k, g, beta, call.prologue(A_log, dt_bias), call.packing, call.scale)
         o, ht = run_recurrence(operands, v, h0, call.output_final_state, call.state_v_first, call.packing, call.scale)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, h0, *operands)
+        # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
+        ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands)
         return o, ht
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g, beta, A_log, dt_bias, h0, *operands = ctx.saved_tensors
+        _, _, q, k, v, g, beta, A_log, dt_bias, h0, *operands = ctx.saved_tensors
         call = ctx.call
         if not operands:
             dh0 = None if h0 is None else torch.zeros_like(h0) if dht is None else dht.to(h0.dtype)
@@ -107,6 +108,7 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
         shape = (call.packing.N, *state_shape(v, q.shape[3], call.state_v_first))
         check_tensor("initial_state", initial_state, shape=shape, like=q)
         initial_state = initial_state.contiguous()
+    A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
     return DeltaRule.apply(*[x.contiguous() for x in (q, k, v, g, beta)], A_log, dt_bias, initial_state, call)
 
 

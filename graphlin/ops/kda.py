@@ -40,7 +40,8 @@ def chunk_kda(
         q, k: `[B, T, H, K]`, float32, float16 or bfloat16; K up to 256.
         v: `[B, T, HV, V]` in q's dtype; HV a multiple of H, value head i reads key head `i // (HV // H)`; V up to 256.
         g: `[B, T, HV, K]`, any of these dtypes; natural log of the decays (<= 0), or raw gates with use_gate_in_kernel. Log
-            decays below -32 act as -32, a decay of 1e-14; their gradient is 0.
+            decays below -32 act as -32, a decay of 1e-14; their gradient is 0. Positive ones give wrong results (validate=True
+            raises).
         beta: `[B, T, HV]`, any of these dtypes; write strength, or its logit with use_beta_sigmoid_in_kernel.
         scale: factor on q, default `K ** -0.5`.
         initial_state: `[N, HV, K, V]` any of these dtypes (`[N, HV, V, K]` with state_v_first), default zeros. N is B, or the

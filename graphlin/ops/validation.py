@@ -33,7 +33,7 @@ def check_tensor(name: str, x: object, *, shape: Sequence[int | str] | None = No
 
 def check_chunk_size(chunk_size: int) -> None:
     """Raises ValueError unless chunk_size is one that the kernels are made for."""
-    if chunk_size not in CHUNK_SIZES:
+    if not isinstance(chunk_size, int) or chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, found {chunk_size!r}")
 
 

@@ -30,6 +30,19 @@ def test_empty_sequences_with_a_random_state(device, rule):
 
 
 @each_rule
+def test_gate_parameters_of_any_strides(device, rule):
+    """A column of a table, and one learned number expanded over the heads."""
+    problem = rule(lengths=(20,), gate="raw_bias")
+    inputs = gdn_inputs(problem, device)
+    expected = standard_check(problem, device, inputs)
+    strided = {name: torch.stack([inputs[name], inputs[name].flip(0)], 1)[:, 0] for name in ("A_log", "dt_bias")}
+    actual = standard_check(problem, device, inputs | strided)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
+    standard_check(problem, device, inputs | {"A_log": inputs["A_log"][:1].expand(problem.HV)})
+
+
+@each_rule
 def test_one_row_of_slack(device, rule):
     """T=65, `cu=[0,64]`: row 64 of o and of every gradient is exactly 0."""
     results = standard_check(rule(lengths=(64,), slack=1, chunk_size=64, gate="raw_bias"), device)
