@@ -23,7 +23,7 @@ from graphlin.tier import Tier
 def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence = (),
             sample_kwargs: Mapping[str, Any] | None = None, *, dims: Dims | None = None, slots: int = 1,
             num_warmup_iters: int = 3, allow_unused_input: bool = False, fallback: str = "eager",
-            copy_outputs: bool = True, backend: GraphBackend | None = None) -> GraphedBlock:
+            budget: int | None = None, copy_outputs: bool = True, backend: GraphBackend | None = None) -> GraphedBlock:
     """Wraps a block so that its calls are replayed from device graphs, forward and backward.
 
     A call of at most `tier.tokens` tokens in `tier.seqs` sequences is copied into static buffers (active rows only) and
@@ -46,6 +46,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
         num_warmup_iters: eager runs before a capture.
         allow_unused_input: let parameters and inputs get no gradient, rather than raise.
         fallback: "eager" runs a call that can't be replayed eagerly and counts it; "raise" raises its ReplayError.
+        budget: bytes that the graphs may hold, pools and static tensors of all slots together. A mode whose price
+            (`graphlin.price`) would pass it is refused before it is captured. Default: no limit.
         copy_outputs: False returns views of the static outputs, which the slot's next replay overwrites.
         backend: what records the graphs; default: that of the block's device. Kernels inside are launched by the
             registered one, so register it too (`register_backend`).
@@ -60,14 +62,15 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     >>> graphed(x, cu_seqlens=cu).sum().backward()
     """
     tiers = _check_tiers(tier)
-    _check_options(block, slots, num_warmup_iters, fallback, tiers)
+    _check_options(block, slots, num_warmup_iters, fallback, tiers, budget)
     _check_compiled(block)
     check_dims(dims, Signature(block).names)
     args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
     has_sample = bool(args or kwargs)
     record = partial(_record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input,
                      copy_outputs=copy_outputs)
-    graphed = GraphedBlock(block, tiers, record, dims=dims, slots=slots, fallback=fallback, backend=backend)
+    graphed = GraphedBlock(block, tiers, record, dims=dims, slots=slots, fallback=fallback, backend=backend,
+                           budget=budget)
     if has_sample or any(True for _ in block.parameters()):
         graphed.find_backend(args, kwargs)
     if has_sample:
@@ -84,7 +87,8 @@ def _check_tiers(tier: Tier | Sequence[Tier]) -> tuple[Tier, ...]:
     return tiers
 
 
-def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback: str, tiers: tuple[Tier, ...]) -> None:
+def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback: str, tiers: tuple[Tier, ...],
+                   budget: int | None) -> None:
     if not isinstance(block, nn.Module):
         raise TypeError(f"block: expected a torch.nn.Module, found {type(block).__name__}; wrap a function in a module")
     if fallback not in ("eager", "raise"):
@@ -92,6 +96,8 @@ def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback
     for name, value, least in (("slots", slots, 1), ("num_warmup_iters", num_warmup_iters, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: expected an int of at least {least}, found {value!r}")
+    if budget is not None and (not isinstance(budget, int) or budget < 0):
+        raise ValueError(f"budget: expected a number of bytes, an int of at least 0, or None, found {budget!r}")
     for path, module in block.named_modules():
         size = getattr(module, "chunk_size", None)
         if isinstance(size, int) and size != tiers[0].chunk_size:
@@ -112,13 +118,16 @@ def _check_compiled(block: nn.Module) -> None:
 
 
 def _record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num_warmup_iters: int, allow_unused: bool,
-            copy_outputs: bool) -> Pair:
-    """Warms up and records one mode in one slot; after a failure nothing of it is left."""
-    with (_out_of_memory_typed(), _undisturbed(graphed.block, slot.device),
+            copy_outputs: bool, rehearsal: bool = False) -> Pair:
+    """Warms up and records one mode in one slot; after a failure nothing of it is left.
+
+    A rehearsal, on tensors without memory, needs no warm-up and disturbs nothing.
+    """
+    with (_out_of_memory_typed(), nullcontext() if rehearsal else _undisturbed(graphed.block, slot.device),
           _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining()):
         recording = _Recording(graphed, slot, call, leaves, allow_unused, copy_outputs)
         try:
-            return recording.run(num_warmup_iters if warm_up else 0)
+            return recording.run(num_warmup_iters if warm_up and not rehearsal else 0)
         except BaseException:
             recording.abandon()
             raise
@@ -257,7 +266,8 @@ class _Recording:
         """Gradients of the inputs that require them, then of the parameters; autocast is for forwards only."""
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
-        with torch.autocast(self.device.type, enabled=False):
+        kind = self.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from graphlin.backends import GraphBackend, get_backend
 from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
+from graphlin.price import Price, check_budget
+from graphlin.rehearsal import Specimen, rehearse
 from graphlin.replay import Pair, Run, replay_with_grad
 from graphlin.slots import Slot
 from graphlin.tier import Tier
@@ -59,6 +62,7 @@ class Mode:
     needs_grad: bool
     grad_leaves: tuple[int, ...]
     grad_params: tuple[nn.Parameter, ...]
+    specimen: Specimen
     pairs: dict[Slot, Pair] = field(default_factory=dict)
 
 
@@ -86,7 +90,7 @@ class GraphedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, tiers: Sequence[Tier],
                  record: Callable[["GraphedBlock", Slot, Call, bool], Pair], *, dims: Dims | None, slots: int,
-                 fallback: str, backend: GraphBackend | None) -> None:
+                 fallback: str, backend: GraphBackend | None, budget: int | None = None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
@@ -95,6 +99,7 @@ class GraphedBlock(nn.Module):
         self._dims = dims
         self._num_slots = slots
         self._fallback = fallback
+        self._budget = budget
         self._accepts_modes = True
         self._known: set[tuple] = set()
         self._start()
@@ -192,8 +197,7 @@ class GraphedBlock(nn.Module):
                 tuple([p.requires_grad for p in self._watch.params]) if grad else None, self._autocast(leaves))
 
     def _autocast(self, leaves: list[torch.Tensor]) -> torch.dtype | None:
-        kind = leaves[0].device.type if leaves else "cpu"
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return _autocast_dtype(leaves[0].device.type if leaves else "cpu")
 
     def _new_mode(self, key: tuple, leaves: list[torch.Tensor], structure: Structure) -> Mode:
         if not self._accepts_modes and key not in self._known:
@@ -212,7 +216,9 @@ class GraphedBlock(nn.Module):
         grad = torch.is_grad_enabled()
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
-        return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
+        args, kwargs = self.signature.arguments(rebuild(structure, leaves))
+        specimen = Specimen.of(self.block, args, kwargs, self._autocast(leaves))
+        return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params, specimen)
 
     @contextmanager
     def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
@@ -246,6 +252,9 @@ class GraphedBlock(nn.Module):
 
     def _capture(self, call: Call, slot: Slot) -> Pair:
         """Captures the mode in this slot and in every other one that is free; after a failure in none."""
+        if self._budget is not None and call.key not in self._modes:
+            specimens = [*(mode.specimen for mode in self._modes.values()), call.mode.specimen]
+            check_budget(self._budget, self.tiers, lambda tiers: self.quote(specimens, slot.device, tiers))
         pairs = call.mode.pairs
         slots = [slot, *(s for s in self._slots if not s.busy and s not in pairs)]
         try:
@@ -300,6 +309,28 @@ class GraphedBlock(nn.Module):
         """Bytes of the pools and static tensors that the captured graphs hold."""
         return sum(self.backend.pool_bytes(slot.pool, slot.device) + slot.static_bytes() for slot in self._slots)
 
+    @property
+    def price(self) -> Price:
+        """What the captured modes were to hold, from a rehearsal of their captures; see `graphlin.price`."""
+        if not self._modes:
+            return Price((), self._num_slots)
+        return self.quote([mode.specimen for mode in self._modes.values()], self._slots[0].device)
+
+    def quote_call(self, args: tuple, kwargs: dict) -> Price:
+        """The price of capturing one call, in the current mode."""
+        device = first_device(self.block, args, kwargs)
+        return self.quote([Specimen.of(self.block, args, kwargs, _autocast_dtype(device.type))], device)
+
+    def quote(self, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier] | None = None) -> Price:
+        """The price of capturing these calls, at all tiers or at those given."""
+        return Price(tuple(rehearse(self, specimens, device, self.tiers if tiers is None else tiers)), self._num_slots)
+
+    def twin(self, block: nn.Module, tiers: Sequence[Tier], backend: GraphBackend,
+             observe: Callable[[Callable[..., Pair]], Callable[..., Pair]]) -> "GraphedBlock":
+        """What rehearses captures of this one: over another block and backend, in one slot, each capture observed."""
+        return GraphedBlock(block, tiers, observe(partial(self._record, rehearsal=True)), dims=self._dims, slots=1,
+                            fallback="raise", backend=backend)
+
     def reset(self) -> None:
         """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.
 
@@ -319,6 +350,11 @@ class GraphedBlock(nn.Module):
             self.reset()
             self.backend = self._given_backend
             self._watch = Watch(self.block)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
 
 
 def first_device(block: nn.Module, args: tuple, kwargs: dict) -> torch.device:

@@ -10,11 +10,14 @@ from graphlin.backends import LaunchRecord, get_backend
 def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexprs: Any) -> None:
     """Launches `grid` programs of a kernel on the device of its first tensor argument; an empty grid launches nothing.
 
-    Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too.
+    Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too. Tensors without
+    memory (fake ones, with which captures are priced, or of the meta device) have shapes alone, so nothing is launched.
     """
     if grid == 0:
         return
     tensor = next(a for a in args if isinstance(a, torch.Tensor))
+    if tensor.untyped_storage().device.type == "meta":
+        return
     get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from graphlin.backends.cuda import graph as cuda_graph
 from graphlin.backends.cuda.launch import run_compiled
+from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
 from graphlin.backends.protocol import LaunchRecord
@@ -36,6 +37,9 @@ class CudaBackend:
 
     def pool_bytes(self, pool: Any, device: torch.device) -> int:
         return cuda_graph.pool_bytes(pool, device)
+
+    def pool_model(self) -> CachingPool:
+        return CachingPool()
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         cuda_graph.start_autograd(_index(device))

@@ -12,6 +12,7 @@ from graphlin.backends.diagnostics import blame
 from graphlin.backends.host import graph as host_graph
 from graphlin.backends.host.launch import run_interpreted
 from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
+from graphlin.backends.host.memory import KeepingPool
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.protocol import LaunchRecord
@@ -35,6 +36,9 @@ class HostBackend:
 
     def pool_bytes(self, pool: host_graph.HostPool, device: torch.device) -> int:
         return pool.nbytes()
+
+    def pool_model(self) -> KeepingPool:
+        return KeepingPool()
 
     def side_stream(self, device: torch.device) -> None:
         return None
