@@ -12,6 +12,7 @@ from graphlin.backends.cuda import graph as cuda_graph
 from graphlin.backends.cuda.launch import run_compiled
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.protocol import LaunchRecord
 
 # Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
@@ -36,6 +37,9 @@ class CudaBackend:
 
     def pool_bytes(self, pool: Any, device: torch.device) -> int:
         return cuda_graph.pool_bytes(pool, device)
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return without_ownership(tensors)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         cuda_graph.start_autograd(_index(device))

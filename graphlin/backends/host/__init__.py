@@ -14,6 +14,7 @@ from graphlin.backends.host.launch import run_interpreted
 from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import ColdKernel
 
@@ -35,6 +36,9 @@ class HostBackend:
 
     def pool_bytes(self, pool: host_graph.HostPool, device: torch.device) -> int:
         return pool.nbytes()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return without_ownership(tensors)
 
     def side_stream(self, device: torch.device) -> None:
         return None
