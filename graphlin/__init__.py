@@ -15,11 +15,12 @@ from graphlin.errors import (
     StaleAddress,
     StructureMismatch,
     TierOverflow,
+    TierUnderflow,
     UnsupportedModule,
 )
 from graphlin.graphed import GraphedBlock
 from graphlin.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_local_cumsum, prepare_chunk_indices
-from graphlin.tier import Tier
+from graphlin.tier import Tier, ladder
 from graphlin.verify import verify
 
 __version__ = "0.1.0"
@@ -38,12 +39,14 @@ __all__ = [
     "StructureMismatch",
     "Tier",
     "TierOverflow",
+    "TierUnderflow",
     "UnsupportedModule",
     "capture",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_local_cumsum",
+    "ladder",
     "layers",
     "prepare_chunk_indices",
     "register_backend",

@@ -19,13 +19,16 @@ from graphlin.backends import GraphBackend, PoolModel
 from graphlin.backends.diagnostics import blame
 from graphlin.errors import GraphlinError, HostSync, UnsupportedModule
 from graphlin.replay import Pair
-from graphlin.slots import Slot
+from graphlin.slots import Held, Slot
 from graphlin.tier import Tier
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """One call of a block without its data, and the mode it was made in. Tensors are on the meta device."""
+    """One call of a block without its data, and the mode it was made in. Tensors are on the meta device.
+
+    `training` has the flag of every module, `autocast` the dtype, None where it is off.
+    """
 
     args: tuple
     kwargs: dict[str, Any]
@@ -34,9 +37,10 @@ class Specimen:
     autocast: torch.dtype | None
 
     @staticmethod
-    def of(block: nn.Module, args: tuple, kwargs: dict[str, Any], autocast: torch.dtype | None) -> "Specimen":
+    def of(args: tuple, kwargs: dict[str, Any], training: tuple[bool, ...], grad: bool,
+           autocast: torch.dtype | None) -> "Specimen":
         args, kwargs = tree_map_only(torch.Tensor, lambda t: _without_memory(t, torch.device("meta")), (args, kwargs))
-        return Specimen(args, kwargs, tuple(module.training for module in block.modules()), torch.is_grad_enabled(), autocast)
+        return Specimen(args, kwargs, training, grad, autocast)
 
     @contextmanager
     def mode(self, block: nn.Module, device: torch.device) -> Iterator[None]:
@@ -132,14 +136,16 @@ class _Stage:
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return _without_memory(tensor, self._device)
 
-    def observing(self, record: Callable[..., Pair]) -> Callable[..., Pair]:
-        """`record`, whose price is noted."""
-        def observed(graphed: Any, slot: Slot, call: Any, *rest: Any) -> Pair:
-            static, pool = slot.static_bytes(), slot.pool.model.nbytes()
-            live = slot.pool.peak = slot.pool.live
-            pair = record(graphed, slot, call, *rest)
-            self.prices.append(_price(graphed.tiers[0], pair, slot, static, pool, live))
-            return pair
+    def observing(self, record: Callable[..., tuple[Pair, ...]]) -> Callable[..., tuple[Pair, ...]]:
+        """`record`, whose prices are noted."""
+        def observed(graphed: Any, slot: Slot, *rest: Any) -> tuple[Pair, ...]:
+            pairs = record(graphed, slot, *rest)
+            captures = iter(slot.pool.captures)
+            for pair, held in zip(pairs, slot.held[-len(pairs):], strict=True):
+                rises = [next(captures) for _ in range(1 + (pair.backward is not None))]
+                self.prices.append(_price(pair, held, rises))
+            slot.pool.captures.clear()
+            return pairs
         return observed
 
     def new_pool(self) -> "_Trace":
@@ -147,6 +153,9 @@ class _Stage:
 
     def pool_bytes(self, pool: "_Trace", device: torch.device) -> int:
         return pool.model.nbytes()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [t if t is None else self.fake(t.detach()) for t in tensors]
 
     def side_stream(self, device: torch.device) -> None:
         return None
@@ -167,7 +176,7 @@ class _Stage:
 
     @contextmanager
     def capture(self, *, pool: "_Trace", stream: None, error_mode: str = "thread_local") -> Iterator["_NoGraph"]:
-        with self._addresses.refused(), pool:
+        with self._addresses.refused(), pool.capture():
             yield _NoGraph()
 
 
@@ -177,12 +186,16 @@ class _NoGraph:
 
 
 class _Trace(TorchDispatchMode):
-    """Tells a pool's model of the storages that are made under it, and of their ends, whenever those come."""
+    """Tells a pool's model of the storages that are made under it, and of their ends, whenever those come.
+
+    `captures` has the bytes alive before each, and the most that were alive in it.
+    """
 
     def __init__(self, model: PoolModel) -> None:
         super().__init__()
         self.model = model
-        self.live = self.peak = 0
+        self.captures: list[tuple[int, int]] = []
+        self._live = self._peak = 0
         self._blocks: dict[int, tuple[ref, Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -194,10 +207,12 @@ class _Trace(TorchDispatchMode):
                 self._allocate(tensor.untyped_storage())
         return out
 
-    def nbytes(self, tensors: Sequence[torch.Tensor | None]) -> int:
-        """Bytes of the tensors' storages, as far as they were made here."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
-        return sum(size for key, size in storages.items() if key in self._blocks)
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        before = self._peak = self._live
+        with self:
+            yield
+        self.captures.append((before, self._peak))
 
     def _allocate(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -205,23 +220,26 @@ class _Trace(TorchDispatchMode):
             return
         block = self.model.allocate(size)
         self._blocks[key] = ref(storage, lambda _: self._free(key, size)), block
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._live += size
+        self._peak = max(self._peak, self._live)
 
     def _free(self, key: int, size: int) -> None:
         _, block = self._blocks.pop(key)
         self.model.free(block)
-        self.live -= size
+        self._live -= size
 
 
-def _price(tier: Tier, pair: Pair, slot: Slot, static: int, pool: int, live: int) -> TierPrice:
-    trace = slot.pool
+def _price(pair: Pair, held: Held, captures: Sequence[tuple[int, int]]) -> TierPrice:
     inputs = [copy.static for _, copy, _ in pair.inputs] + [copy.static for copy in pair.grads] + [pair.static_cu]
-    outputs = trace.nbytes(pair.static_outputs)
-    gradients = trace.nbytes([*(grad for _, grad in pair.input_grads), *pair.param_grads])
-    return TierPrice(tier, sum(t.nbytes for t in inputs if t is not None), outputs,
-                max(0, trace.peak - live - outputs - gradients), gradients, slot.static_bytes() - static,
-                trace.model.nbytes() - pool)
+    outputs = _nbytes(pair.static_outputs)
+    gradients = _nbytes([*(grad for _, grad in pair.input_grads), *pair.param_grads])
+    peak = max(peak for _, peak in captures) - captures[0][0]
+    return TierPrice(held.tier, _nbytes(inputs), outputs, max(0, peak - outputs - gradients), gradients, held.static_bytes,
+                     held.pool_bytes)
+
+
+def _nbytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 class _NoAddresses(TorchFunctionMode):

@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphlin.backends import get_backend
-from graphlin.graphed import Call, GraphedBlock
+from graphlin.graphed import GraphedBlock
+from graphlin.modes import Call
 from graphlin.replay import Pair
 from graphlin.tier import Tier
 
@@ -75,7 +76,7 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
 class _Check:
     def __init__(self, graphed: GraphedBlock, call: Call, pair: Pair, device: torch.device) -> None:
         self.graphed, self.call, self.pair, self.device = graphed, call, pair, device
-        self.report = Report(graphed.tiers[0], *call.sizes, addresses=graphed.num_addresses)
+        self.report = Report(call.tier, *call.sizes, addresses=graphed.num_addresses)
         self.buffers = [(b, b.clone()) for b in graphed.block.buffers()]
         self.rng = torch.get_rng_state(), _device_rng(self.device)
 

@@ -71,7 +71,7 @@ def test_an_output_that_the_replay_leaves_out_is_caught(device):
     x, cu = pack((5, 3), device)
     with torch.no_grad():
         graphed(x, cu)
-        pair, = next(iter(graphed._modes.values())).pairs.values()
+        (pair,), = next(iter(graphed._modes.values())).pairs.values()
         pair.forward = type("Idle", (), {"replay": lambda self: None})()
         assert not verify(graphed, x, cu).ok
 

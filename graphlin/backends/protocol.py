@@ -55,6 +55,10 @@ class GraphBackend(Protocol):
     def pool_model(self) -> PoolModel:
         """A model of one of its pools, which prices a capture before there is one."""
 
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Tensors made in a `capture`, replaced by ones on the same memory that do not keep it: later captures in the pool
+        may use it again, and the graph keeps it valid. The tensors themselves where the device can't do that."""
+
     def side_stream(self, device: torch.device) -> Any:
         """A non-default stream to warm up and capture on."""
 

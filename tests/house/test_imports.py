@@ -10,8 +10,10 @@ from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name,
 BASE = {"graphlin.errors", "graphlin.chunking"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
-           "graphlin.graphed", "graphlin.capture", "graphlin.price", "graphlin.verify"}
-DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter"}
+           "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
+           "graphlin.price", "graphlin.verify"}
+DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter",
+          "graphlin.backends.memory"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.
@@ -24,8 +26,12 @@ MAY_IMPORT = {
     "graphlin.tier": BASE,
     "graphlin.packing": {*BASE, "graphlin.tier"},
     "graphlin.replay": {*MODEL, "graphlin.tier", "graphlin.packing"},
-    "graphlin.slots": {*MODEL, "graphlin.packing", "graphlin.replay", "graphlin.kernels.copy_rows"},
+    "graphlin.slots": {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.kernels.copy_rows"},
     "graphlin.watch": BASE,
+    "graphlin.turn": BASE,
+    "graphlin.modes": CAPTURE,
+    "graphlin.refusals": {*BASE, "graphlin.watch"},
+    "graphlin.recording": CAPTURE,
     "graphlin.capture": CAPTURE,
     "graphlin.graphed": {*CAPTURE, "graphlin.kernels.chunk_table"},
     "graphlin.price": CAPTURE,

@@ -13,6 +13,7 @@ from graphlin.backends.cuda.launch import run_compiled
 from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.protocol import LaunchRecord
 
 # Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
@@ -40,6 +41,9 @@ class CudaBackend:
 
     def pool_model(self) -> CachingPool:
         return CachingPool()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return without_ownership(tensors)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         cuda_graph.start_autograd(_index(device))

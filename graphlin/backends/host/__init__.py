@@ -15,6 +15,7 @@ from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
 from graphlin.backends.host.memory import KeepingPool
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import ColdKernel
 
@@ -39,6 +40,9 @@ class HostBackend:
 
     def pool_model(self) -> KeepingPool:
         return KeepingPool()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return without_ownership(tensors)
 
     def side_stream(self, device: torch.device) -> None:
         return None
