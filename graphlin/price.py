@@ -121,7 +121,8 @@ def check_budget(budget: int, tiers: Sequence[Tier], quote: Callable[[Sequence[T
     for i in range(1, len(tiers)):
         rest = quote(tiers[i:])
         if rest.total <= budget:
-            advice = f"Drop {', '.join(map(str, tiers[:i]))}: the others hold {_mib(rest.total)} MiB"
+            dropped = ", ".join(f"{tier.tokens} x {tier.seqs}" for tier in tiers[:i])
+            advice = f"Drop {dropped}: the others hold {_mib(rest.total)} MiB"
             break
     else:
         advice = "No tier of these fits: take a smaller one"

@@ -66,7 +66,8 @@ class Report:
     def __str__(self) -> str:
         where = " and ".join(f"{tier.tokens} x {tier.seqs}" for tier in self.tiers)
         slots = f"slot{'s' * (len(self.slots) > 1)} {', '.join(map(str, self.slots))}"
-        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {where} in {slots}"]
+        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {where} "
+                 f"in {slots}"]
         lines += [f"  {line}" for line in self.mismatches or self._passed()]
         if self.busy:
             lines.append(f"  {self.busy} busy slots, whose forward waits for its backward, not checked")
@@ -133,10 +134,7 @@ class _Check:
     def _compare(self, pair: Pair, tier: Tier, at_call: Results, where: str, counts: bool) -> None:
         """One replay with eager at its shapes, then with what eager gave at the call's."""
         count = self._count if counts else _run
-        count("copy in", "forward", lambda: pair.copy_in(self.call.leaves))
-        if pair.grads:
-            count("copy in", "backward", lambda: [copy(grad, pair.static_cu)
-                                                  for copy, grad in zip(pair.grads, self._grads, strict=True)])
+        self._copy_in(pair, count)
         expected, returned = self._run_eagerly(pair, _static_leaves(pair, len(self.call.leaves)), tier.tokens,
                                                [copy.static.clone() for copy in pair.grads])
         found = self._replay(pair, expected, count)
@@ -148,7 +146,14 @@ class _Check:
             report.append(f"what is returned beside tensors differs from eager at the tier's shapes ({where})")
         if not self.report.random:
             for name, f, e in zip(names, self._cut(pair, found), at_call, strict=True):
-                self._measure(f"{name}", f, e, where)
+                self._measure(name, f, e, where)
+
+    @torch.no_grad()
+    def _copy_in(self, pair: Pair, count: Callable) -> None:
+        count("copy in", "forward", lambda: pair.copy_in(self.call.leaves))
+        if pair.grads:
+            count("copy in", "backward", lambda: [copy(grad, pair.static_cu)
+                                                  for copy, grad in zip(pair.grads, self._grads, strict=True)])
 
     def _measure(self, name: str, found: torch.Tensor | None, expected: torch.Tensor | None, where: str) -> None:
         if found is None or expected is None:

@@ -26,7 +26,7 @@ class Sizes:
 
 
 MODEL = Sizes(hidden=2048, heads=16, head_dim=128, tier=(4096, 32))
-TINY = Sizes(hidden=64, heads=2, head_dim=16, tier=(128, 4))  # for Triton's interpreter
+TINY = Sizes(hidden=32, heads=1, head_dim=16, tier=(48, 3))  # for Triton's interpreter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
