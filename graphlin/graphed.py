@@ -346,6 +346,7 @@ class GraphedBlock(nn.Module):
 
     def quote_call(self, args: tuple, kwargs: dict) -> Price:
         """The price of capturing one call, in the current mode."""
+        self.find_backend(args, kwargs)
         device = first_device(self.block, args, kwargs)
         training = tuple(module.training for module in self.block.modules())
         specimen = Specimen.of(args, kwargs, training, torch.is_grad_enabled(), _autocast_dtype(device.type))

@@ -30,11 +30,13 @@ def record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num_
     """
     check_block(graphed.block, slot.device)
     graphs: list[Graph] = []
+    # cuBLAS keeps a workspace for each stream: one that is made in a capture would lie in its pool, and outlive it.
+    iterations = num_warmup_iters if warm_up else 0 if slot.held else min(1, num_warmup_iters)
     with (_out_of_memory_typed(), nullcontext() if rehearsal else _undisturbed(graphed.block, slot.device),
           _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining()):
         try:
             return tuple([_Recording(graphed, slot, call, tier, leaves, graphs, allow_unused, copy_outputs).run(
-                num_warmup_iters if warm_up and not rehearsal else 0) for tier in call.mode.tiers])
+                0 if rehearsal else iterations) for tier in call.mode.tiers])
         except BaseException:
             for graph in graphs:
                 graph.reset()

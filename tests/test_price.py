@@ -26,8 +26,12 @@ class Cast(nn.Module):
         self.enter, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
         self.scale = torch.full((16,), 0.5)
 
+    def _apply(self, fn, recurse=True):
+        self.scale = fn(self.scale)
+        return super()._apply(fn, recurse)
+
     def forward(self, x, cu_seqlens=None):
-        h = torch.dropout(self.enter(x).relu() * self.scale.to(x.device), 0.5, True)
+        h = torch.dropout(self.enter(x).relu() * self.scale, 0.5, True)
         return self.norm(h[0]).half()[None], {"rows": x.shape[1] > 3, "last": x[0, :, 0].long()}
 
 
@@ -63,8 +67,8 @@ def test_the_price_is_what_the_capture_holds(device, name, grad):
     assert graphed.price == found
 
 
-def test_the_parts_of_a_price():
-    block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+def test_the_parts_of_a_price(device):
+    block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)).to(device)
     found, = price(block, TIER, (torch.zeros(1, 6, 8, requires_grad=True),)).tiers
     rows = 6
     assert found.tier == TIER and found.static == found.inputs == 4 * rows * (8 + 4)         # x, and the gradient of the output
@@ -123,6 +127,26 @@ def test_smaller_tiers_of_a_layer_add_next_to_nothing():
     assert [tier.outputs for tier in found.tiers] == [2 * 2048 * rows for rows in (8192, 4096, 512)]
 
 
+def test_inference_mode_compiled_blocks_and_blocks_without_parameters(device):
+    block, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh()).to(device), torch.ones(4, 8, device=device)
+    with torch.no_grad():
+        plain = price(block, TIER, (x,))
+    with torch.inference_mode():
+        assert price(block, TIER, (x,)) == plain
+        block.compile(backend="eager")
+        assert price(block, TIER, (x,)) == plain
+    found = price(nn.Tanh(), TIER, (x,))
+    assert found.static == x.nbytes and found.tiers[0].outputs == x.nbytes and found.tiers[0].gradients == 0
+
+
+def test_every_slot_holds_the_same(device):
+    """A slot whose stream had met no matrix product would have cuBLAS's workspace in its pool."""
+    graphed = capture(nn.Linear(64, 64).to(device), TIER, (torch.ones(4, 64, device=device),), slots=3)
+    held = graphed.memory()
+    assert [h.slot for h in held] == [0, 1, 2] and len({(h.pool_bytes, h.static_bytes) for h in held}) == 1
+    assert exact(device, graphed.price.total, graphed.held_bytes())
+
+
 def test_pricing_leaves_the_block_as_it_was(device):
     class Counting(nn.Module):
         def __init__(self):
@@ -160,11 +184,11 @@ def test_a_layer_without_memory_is_priced_by_its_own_width():
     assert price(layer, Tier(8192, 64), (x,), {"cu_seqlens": cu}).tiers == (found,)         # whatever device the sample is on
 
 
-def test_a_call_must_be_told_where_it_can_not_be_guessed():
+def test_a_call_must_be_told_where_it_can_not_be_guessed(device):
     with pytest.raises(ValueError, match="sample_args: expected a call.*no hidden_size"):
-        price(Mixer(), TIER)
+        price(Mixer().to(device), TIER)
     with pytest.raises(TypeError, match="tier: expected a graphlin.Tier"):
-        price(Mixer(), 24)
+        price(Mixer().to(device), 24)
 
 
 class Reading(nn.Module):
@@ -234,8 +258,8 @@ def test_a_budget_is_a_number_of_bytes(budget):
         capture(Mixer(), TIER, budget=budget)
 
 
-def test_a_price_is_shown_as_a_table():
-    text = str(price(nn.Linear(256, 512), TIER, (torch.zeros(1, 1024, 256),)))
+def test_a_price_is_shown_as_a_table(device):
+    text = str(price(nn.Linear(256, 512).to(device), TIER, (torch.zeros(1, 1024, 256),)))
     assert "MiB" in text and "24 x 4" in text and "a slot" in text and max(map(len, text.splitlines())) <= 80
     for number in ("3.0", "2.0", "0.5"):                     # x and the output's gradient, the output, the weight's gradient
         assert f" {number} " in text, text
