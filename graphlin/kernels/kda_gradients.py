@@ -27,6 +27,7 @@ from graphlin.kernels.gates import (
     strength_gradient,
 )
 from graphlin.kernels.kda_anchors import bounded_decay, bounded_pairs, level_decay, level_pairs
+from graphlin.kernels.kda_pairwise import pairwise_gradients
 from graphlin.kernels.kda_prep import constant_anchor
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
@@ -100,11 +101,13 @@ def _level_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_dq, b_dr, b_dw, b_a, h
 
 @triton.jit
 def _half_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_dq, b_dr, b_dw, b_a, middle, HB: tl.constexpr, BK: tl.constexpr,
-                    SAFE: tl.constexpr, PREC: tl.constexpr):
+                    SAFE: tl.constexpr, PREC: tl.constexpr, PAIRWISE: tl.constexpr):
     """Adds all pairs i > j of one half."""
     if HB == 32:
         b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_dq, b_dr, b_dw, b_a, 16, HB, BK, PREC)
-    if SAFE:
+    if PAIRWISE:
+        b_dq, b_dr, b_dw, b_a = pairwise_gradients(b_q, b_k, b_y, b_G, b_f, b_w, b_dq, b_dr, b_dw, b_a, HB, BK)
+    elif SAFE:
         b_er, b_ec = bounded_decay(b_G, middle, HB, BK)
         b_dq, b_dr, b_dw, b_a = _pair_gradients(b_q, b_k, b_y, b_er, b_ec, b_f, b_w, bounded_pairs(HB), b_dq, b_dr, b_dw, b_a,
                                                 PREC)
@@ -219,7 +222,7 @@ def _finish_half(g, dt_bias, ts, dg, dqk, pb, p_g, p_t, p_w, p_b, i_hv, b_q, b_k
 def _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, i_s, cu, T, NS, scale,
                 lower_bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 HB: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-                PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+                PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     """Half i_s of a chunk, one tile of channels."""
     NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -247,7 +250,7 @@ def _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb,
     b_eye = tl.sum(tl.where(o_h[:, None] == o_h[None, :], b_f.to(tl.float32), 0.0), 1)                   # [HB]
     b_z = tl.zeros([HB, BK], dtype=tl.float32)
     b_dq, b_dr, b_dw, b_a = _half_gradients(b_q, b_k, b_y, b_G, b_g, b_f, b_w, b_z, b_z, b_z, b_z, -7.5 * lower_bound, HB, BK,
-                                            SAFE, PREC)
+                                            SAFE, PREC, PAIRWISE)
     b_gc = tl.load(GC + p * K + o_k, mask=o_k < K, other=0.)                                             # [BK]
     b_all = tl.exp(b_gc) * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
     b_x = b_z
@@ -280,7 +283,8 @@ def _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb,
 def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS, NS,
                         scale, lower_bound, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-                        GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr):
+                        GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr,
+                        PAIRWISE: tl.constexpr):
     """Tasks (chunk, value head, K tile, half of 32 rows), grid-stride; a chunk of up to 32 rows is one half."""
     NK: tl.constexpr = (K + BK - 1) // BK
     HB: tl.constexpr = BT if BT < 32 else 32
@@ -294,7 +298,7 @@ def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, 
             i_p = i_task % NP
             _intra_half(q, k, g, A_log, dt_bias, GC, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NP) % HV,
                         i_p % NK, i_p // NK, cu, T, NS, scale, lower_bound, H, HV, K, BT, BK, HB, GATE, BIAS, SAFE, VARLEN, PREC,
-                        REV_SCAN)
+                        REV_SCAN, PAIRWISE)
     if VARLEN:
         zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)
 

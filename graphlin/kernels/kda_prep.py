@@ -14,6 +14,7 @@ from graphlin.kernels.common import chunk, chunk_count, chunk_slot, keep, row_ma
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates, load_strength, masked_decay
 from graphlin.kernels.kda_anchors import bounded_decay, bounded_pairs, level_decay, level_pairs
+from graphlin.kernels.kda_pairwise import pairwise_products
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.triangular import unit_lower_inverse
@@ -56,11 +57,13 @@ def _level_products(b_q, b_k, b_G, b_g, b_n, b_m, h: tl.constexpr, HB: tl.conste
 
 @triton.jit
 def _half_products(b_q, b_k, b_G, b_g, b_n, b_m, middle, HB: tl.constexpr, BK: tl.constexpr, SAFE: tl.constexpr,
-                   DT: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                   DT: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     """All pairs i > j of one half, added to b_n and b_m."""
     if HB == 32:
         b_n, b_m = _level_products(b_q, b_k, b_G, b_g, b_n, b_m, 16, HB, BK, DT, PREC, COPY_LHS)
-    if SAFE:
+    if PAIRWISE:
+        b_n, b_m = pairwise_products(b_q, b_k, b_G, b_n, b_m, HB, BK)
+    elif SAFE:
         b_er, b_ec = bounded_decay(b_G, middle, HB, BK)
         b_n, b_m = _products(b_q, b_k, b_er, b_ec, bounded_pairs(HB), b_n, b_m, DT, PREC, COPY_LHS)
     else:
@@ -75,7 +78,7 @@ def _half_products(b_q, b_k, b_G, b_g, b_n, b_m, middle, HB: tl.constexpr, BK: t
 def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, p_q, p_g, p_b, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1,
                     rate, lower_bound, middle, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                     HB: tl.constexpr, TWO: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr,
-                    PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                    PREC: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     """N and M of the blocks of a chunk without β, r_q, r_k; stores q̃, k̃, k_w and G_C on the way, tile by tile."""
     NK: tl.constexpr = (K + BK - 1) // BK
     DT: tl.constexpr = qd.dtype.element_ty
@@ -98,7 +101,7 @@ def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, p_q, p_g, p_b, i_hv, rq_0,
                            lower_bound, GATE)
         G_0 = tl.cumsum(g_0, 0)
         t_0 = tl.sum(g_0, 0)
-        n_00, m_00 = _half_products(q_0, k_0, G_0, g_0, n_00, m_00, middle, HB, BK, SAFE, DT, PREC, COPY_LHS)
+        n_00, m_00 = _half_products(q_0, k_0, G_0, g_0, n_00, m_00, middle, HB, BK, SAFE, DT, PREC, COPY_LHS, PAIRWISE)
         m_00 += tl.where(eye, tl.sum(q_0 * k_0, 1)[:, None], 0.0)
         b_e = tl.exp(G_0)
         tl.store(qd + p_y, (q_0 * b_e * (rq_0 * scale)[:, None]).to(DT), mask=m_x)
@@ -113,7 +116,7 @@ def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, p_q, p_g, p_b, i_hv, rq_0,
                                rate, lower_bound, GATE)
             G_1 = tl.cumsum(g_1, 0)
             t_1 = tl.sum(g_1, 0)
-            n_11, m_11 = _half_products(q_1, k_1, G_1, g_1, n_11, m_11, middle, HB, BK, SAFE, DT, PREC, COPY_LHS)
+            n_11, m_11 = _half_products(q_1, k_1, G_1, g_1, n_11, m_11, middle, HB, BK, SAFE, DT, PREC, COPY_LHS, PAIRWISE)
             m_11 += tl.where(eye, tl.sum(q_1 * k_1, 1)[:, None], 0.0)
             tl.store(kw + p_z, (k_1 * tl.exp(tl.minimum(t_1[None, :] - G_1, 0.0)) * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
             b_e = tl.exp(G_1)
@@ -136,7 +139,7 @@ def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, p_q, p_g, p_b, i_hv, rq_0,
 def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, i_n, i_t, i_hv, cu, T, NS, scale, lower_bound,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-                PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr):
+                PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
@@ -169,7 +172,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     n_00, m_00, n_10, m_10, n_11, m_11 = _chunk_products(
         q, k, g, dt_bias, qd, kd, kw, GC, p_q, (row * HV + i_hv) * K, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1,
         decay_rate(A_log, i_hv), lower_bound, -7.5 * lower_bound, scale, H, HV, K, BK, HB, TWO, GATE, BIAS, SAFE, PREC,
-        COPY_LHS)
+        COPY_LHS, PAIRWISE)
     p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
     tl.store(P + p_c, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
@@ -193,7 +196,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
 def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, scale, lower_bound,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-             GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr):
+             GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr,
+             PAIRWISE: tl.constexpr):
     """Tasks (chunk, value head), grid-stride; the first value head of a key head stores rq and rk."""
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV, tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)
@@ -202,7 +206,8 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, cu,
             live = (i_n >= 0) & (i_n < N)
         if live:
             _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, i_n, i_t, i_task % HV, cu, T, NS, scale,
-                        lower_bound, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, COPY_LHS)
+                        lower_bound, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, COPY_LHS,
+                        PAIRWISE)
 
 
 def constant_anchor(prologue: Prologue, dtype: torch.dtype) -> bool:

@@ -24,9 +24,9 @@ _TILES = {
     "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
-    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee"),
+    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", PAIRWISE=False),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), REV_SCAN=True),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), REV_SCAN=True, PAIRWISE=False),
     "kda_finish_gradients": lambda K, V: {},
     "sum_chunks": lambda K, V: dict(BR=32, BX=_block(V, 512)),
 }
