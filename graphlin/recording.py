@@ -57,7 +57,7 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with rng, torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode turns grad on
+    with rng, _saved_as_they_are(), torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving that mode turns it on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
         try:
@@ -69,6 +69,20 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+@contextmanager
+def _saved_as_they_are() -> Iterator[None]:
+    """Inside, no hooks of the caller (activation checkpointing around the call) pack what the block saves for its backward."""
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class StateMixer(nn.Module):
         active = (rows < cu_seqlens[-1])[None, :, None]
         seqs = cu_seqlens.shape[0] - 1
         sequence = (torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True) - 1).clamp(max=seqs - 1)
-        member = (sequence == torch.arange(seqs, device=x.device)[:, None]).to(x.dtype)
+        member = ((sequence == torch.arange(seqs, device=x.device)[:, None]) & active[0, :, 0]).to(x.dtype)
         h = torch.where(active, self.enter(torch.where(active, x, 0.0)), 0.0)
         if initial_state is not None:
             h = h + torch.where(active, member.T @ initial_state["sum"], 0.0)
