@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from graphlin.graphed import GraphedBlock
 
@@ -46,6 +47,22 @@ class StateMixer(nn.Module):
         if not output_final_state:
             return h
         return h, {"sum": member @ h[0], "parts": (member.sum(1),)}
+
+
+class AtTier(nn.Module):
+    """The block run eagerly at a tier's shapes, where it has the bits of a replay; at the call's own without a tier."""
+
+    def __init__(self, block, tier):
+        super().__init__()
+        self.block, self.tier = block, tier
+
+    def forward(self, x, cu):
+        if self.tier is None:
+            return self.block(x, cu)
+        rows = x.shape[1]
+        active = torch.arange(rows, device=x.device)[:, None] < cu[-1]
+        padded = F.pad(torch.where(active, x, 0), (0, 0, 0, self.tier.tokens - rows))
+        return self.block(padded, torch.cat([cu, cu[-1:].expand(self.tier.seqs + 1 - cu.shape[0])]))[:, :rows]
 
 
 def pack(lengths, device, *, width=8, slack=0, dtype=torch.float32, poison=float("nan"), requires_grad=False):
