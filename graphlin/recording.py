@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -272,8 +273,9 @@ class _Recording:
                    for role, t in zip(self.mode.output_roles, tensors, strict=True)]
         template = [None if isinstance(t, torch.Tensor) else t for t in flat]
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
-        pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors],
-                    partial(_rebuild, spec, template, places), self.copy_outputs)
+        rebuild = itemgetter(0) if isinstance(out, torch.Tensor) else partial(_rebuild, spec, template, places)
+        pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors], rebuild,
+                    self.copy_outputs)
         if any(output.differentiable for output in outputs):
             self._backward(pair, tensors)
         return pair
@@ -322,8 +324,6 @@ def _nodes_of(outs: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Nod
 
 def _rebuild(spec: Any, template: list, places: list[int], tensors: Sequence[torch.Tensor]) -> Any:
     """The block's own return value around a call's output tensors."""
-    if len(tensors) == len(template) == 1 and spec.is_leaf():
-        return tensors[0]
     flat = list(template)
     for place, tensor in zip(places, tensors, strict=True):
         flat[place] = tensor
