@@ -266,7 +266,7 @@ class GraphedBlock(nn.Module):
         pairs = call.mode.pairs
         slots = [slot, *[s for s in self._slots if not s.busy and s not in pairs]]
         try:
-            with self._turn.recording():
+            with self._turn.recording(), self._lent_data_kept(call):
                 for each in slots:
                     pairs[each] = self._record(self, each, call, not pairs)
                     self.stats.captures += len(pairs[each])
@@ -275,6 +275,17 @@ class GraphedBlock(nn.Module):
             raise
         self._modes[call.key] = call.mode
         return pairs[slot]
+
+    @contextmanager
+    def _lent_data_kept(self, call: Call) -> Iterator[None]:
+        """Inside, static buffers are written; what the caller has written there for this call is afterwards as before."""
+        lent = [(t, t.detach().clone()) for t in call.leaves if any(slot.holds(t) for slot in self._slots)]
+        try:
+            yield
+        finally:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _ in lent)):
+                for t, data in lent:
+                    t.copy_(data)
 
     def _renew(self, slots: list[Slot], modes: list[Mode]) -> None:
         """Puts new slots for these, without graphs: a pool gives memory back only as a whole, so all its graphs go.

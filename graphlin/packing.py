@@ -181,17 +181,18 @@ class Layout:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """T and N of a call; raises StructureMismatch naming the tensor whose other sizes are not the captured ones."""
-        tokens, seqs = self._size(self.tokens, tensors), self._size(self.seqs, tensors)
-        for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            if tensor.shape != (expected := leaf.shape(tokens, seqs)):
+        shapes = [tensor.shape for tensor in tensors]
+        tokens, seqs = self._size(self.tokens, shapes), self._size(self.seqs, shapes)
+        for leaf, shape in zip(self.leaves, shapes, strict=True):
+            if shape != (expected := leaf.shape(tokens, seqs)):
                 raise StructureMismatch(f"{leaf.name}: expected shape {list(expected)} as captured, found "
-                                        f"{list(tensor.shape)}; other shapes run eagerly, or need their own capture")
+                                        f"{list(shape)}; other shapes run eagerly, or need their own capture")
         return tokens, seqs
 
-    def _size(self, index: int | None, tensors: Sequence[torch.Tensor]) -> int:
+    def _size(self, index: int | None, shapes: Sequence[torch.Size]) -> int:
         if index is None:
             return 0
-        role, shape = self.leaves[index].role, tensors[index].shape
+        role, shape = self.leaves[index].role, shapes[index]
         return shape[role.dim] - role.extra if len(shape) > role.dim else -1
 
 
@@ -231,7 +232,8 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
     if layout.tokens is None and layout.seqs is not None:
         raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
                          'name its dim with dims={"x": {1: "tokens"}}')
-    tokens, seqs = layout._size(layout.tokens, tensors), layout._size(layout.seqs, tensors)
+    shapes = [tensor.shape for tensor in tensors]
+    tokens, seqs = layout._size(layout.tokens, shapes), layout._size(layout.seqs, shapes)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.role and tensor.shape != leaf.shape(tokens, seqs):
             raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in "

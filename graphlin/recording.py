@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -62,7 +63,7 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with rng, torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode turns grad on
+    with rng, _saved_as_they_are(), torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving that mode turns it on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
         try:
@@ -74,6 +75,20 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+@contextmanager
+def _saved_as_they_are() -> Iterator[None]:
+    """Inside, no hooks of the caller (activation checkpointing around the call) pack what the block saves for its backward."""
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 @contextmanager
@@ -265,8 +280,9 @@ class _Recording:
                    for role, t in zip(self.mode.output_roles, tensors, strict=True)]
         template = [None if isinstance(t, torch.Tensor) else t for t in flat]
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
-        pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors],
-                    partial(_rebuild, spec, template, places), self.copy_outputs)
+        rebuild = itemgetter(0) if isinstance(out, torch.Tensor) else partial(_rebuild, spec, template, places)
+        pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors], rebuild,
+                    self.copy_outputs)
         if any(output.differentiable for output in outputs):
             self._backward(pair, tensors)
         return pair
@@ -315,8 +331,6 @@ def _nodes_of(outs: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Nod
 
 def _rebuild(spec: Any, template: list, places: list[int], tensors: Sequence[torch.Tensor]) -> Any:
     """The block's own return value around a call's output tensors."""
-    if len(tensors) == len(template) == 1 and spec.is_leaf():
-        return tensors[0]
     flat = list(template)
     for place, tensor in zip(places, tensors, strict=True):
         flat[place] = tensor

@@ -121,5 +121,10 @@ class Slot:
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self.device), Left()
         return self._buffers[key]
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a static buffer."""
+        memory = tensor.untyped_storage()._cdata
+        return any(static.untyped_storage()._cdata == memory for static, _ in self._buffers.values())
+
     def static_bytes(self) -> int:
         return sum(static.nbytes for static, _ in self._buffers.values())

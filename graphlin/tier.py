@@ -47,8 +47,8 @@ class Tier:
 def ladder(tokens: int, seqs: int, *, smallest: int = 512, factor: int = 2, chunk_size: int = 64) -> tuple[Tier, ...]:
     """Tiers from (tokens, seqs) downwards, each `factor` times smaller in both, as long as they hold `smallest` tokens.
 
-    Counts are rounded up, and all tiers have one `chunk_size`. A batch over the smallest tier then fills more than 1 / factor of the
-    rows of the tier that it is replayed in, unless it has too many sequences for the tier below.
+    Counts are rounded up, and all tiers have one `chunk_size`. A batch over the smallest tier then fills more than 1 / factor
+    of the rows of the tier that it is replayed in, unless it has too many sequences for the tier below.
 
     Raises TypeError or ValueError, naming the argument, where a tier would not be one, factor is below 2 or smallest below 1.
 

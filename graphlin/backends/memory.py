@@ -9,7 +9,7 @@ import torch
 def without_ownership(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Tensors on the same memory that do not keep it; those whose memory anything else holds too are left as they are."""
     views = Counter(_storage(t) for t in tensors if t is not None)
-    return [t if t is None or _owners(t) > views[_storage(t)] else _alias(t) for t in tensors]
+    return [t if t is None or _owners(t) > views[_storage(t)] else alias(t) for t in tensors]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -22,7 +22,8 @@ def _owners(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, made around its address."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

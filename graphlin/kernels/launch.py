@@ -15,10 +15,11 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
     """
     if grid == 0:
         return
-    tensor = next(a for a in args if isinstance(a, torch.Tensor))
-    if tensor.untyped_storage().device.type == "meta":
-        return
-    get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor):
+            if tensor.untyped_storage().device.type != "meta":
+                get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+            return
 
 
 def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, BT: int = 64,
