@@ -18,7 +18,7 @@ from graphlin.kernels.chunk_table import chunk_table
 from graphlin.modes import Call, Key, Mode
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
 from graphlin.price import Price, check_budget
-from graphlin.rehearsal import Specimen, rehearse
+from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
 from graphlin.replay import Pair, Run, replay_with_grad
 from graphlin.slots import Held, Slot
 from graphlin.tier import Tier
@@ -178,7 +178,7 @@ class GraphedBlock(nn.Module):
                    grad,
                    tuple([module.training for module in self._watch.modules]),
                    tuple([p.requires_grad for p in self._watch.params]) if grad else None,
-                   _autocast_dtype(kind))
+                   autocast_dtype(kind))
 
     def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
         held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)
@@ -220,7 +220,7 @@ class GraphedBlock(nn.Module):
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
         tiers = self.tiers if layout.varies else self.tiers[:1]
-        specimen = Specimen.of(*self.signature.arguments(rebuild(structure, leaves)), key.training, grad, key.autocast)
+        specimen = Specimen.of(self.block, *self.signature.arguments(rebuild(structure, leaves)), device)
         return Mode(layout, structure, tiers, bool(grad_leaves or grad_params), grad_leaves, grad_params, specimen)
 
     @contextmanager
@@ -359,9 +359,7 @@ class GraphedBlock(nn.Module):
         """The price of capturing one call, in the current mode."""
         self.find_backend(args, kwargs)
         device = first_device(self.block, args, kwargs)
-        training = tuple(module.training for module in self.block.modules())
-        specimen = Specimen.of(args, kwargs, training, torch.is_grad_enabled(), _autocast_dtype(device.type))
-        return self.quote([specimen], device)
+        return self.quote([Specimen.of(self.block, args, kwargs, device)], device)
 
     def quote(self, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier] | None = None) -> Price:
         """The price of capturing these calls, at all tiers or at those given."""
@@ -394,12 +392,6 @@ class GraphedBlock(nn.Module):
             self.reset()
             self.backend = self._given_backend
             self._watch = Watch(self.block)
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    """What autocast casts to, None where it is off or the device has none."""
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if enabled else None
 
 
 def first_device(block: nn.Module, args: tuple, kwargs: dict) -> torch.device:

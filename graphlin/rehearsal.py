@@ -37,10 +37,11 @@ class Specimen:
     autocast: torch.dtype | None
 
     @staticmethod
-    def of(args: tuple, kwargs: dict[str, Any], training: tuple[bool, ...], grad: bool,
-           autocast: torch.dtype | None) -> "Specimen":
+    def of(block: nn.Module, args: tuple, kwargs: dict[str, Any], device: torch.device) -> "Specimen":
+        """A call in the current mode."""
         args, kwargs = tree_map_only(torch.Tensor, lambda t: _without_memory(t, torch.device("meta")), (args, kwargs))
-        return Specimen(args, kwargs, training, grad, autocast)
+        training = tuple(module.training for module in block.modules())
+        return Specimen(args, kwargs, training, torch.is_grad_enabled(), autocast_dtype(device.type))
 
     @contextmanager
     def mode(self, block: nn.Module, device: torch.device) -> Iterator[None]:
@@ -71,6 +72,12 @@ class TierPrice:
     @property
     def total(self) -> int:
         return self.static + self.pool
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast casts to on devices of a type; None where it is off, or the type has none."""
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
 
 
 def rehearse(graphed: Any, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier]) -> list[TierPrice]:
