@@ -1,7 +1,7 @@
 """Other packages that compute the same: how each is called, and whether it computes what graphlin does."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -21,11 +21,15 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """A package: the distributions whose versions are told, and for each op a loader of its eager and its capturable form."""
+    """A package: the distributions whose versions are told, and for each op a loader of its eager and its capturable form.
+
+    Graphs of the ops in `tiered` may be replayed with other lengths than they were captured with.
+    """
 
     name: str
     distributions: tuple[str, ...]
     ops: Mapping[str, Callable[[], tuple[Op, Op]]]
+    tiered: tuple[str, ...] = ()
 
     def load(self, op: str) -> tuple[Op, Op]:
         """Raises PeerError where the package lacks the op or can't be imported."""
@@ -69,7 +73,8 @@ def _flash_qla_gdn() -> tuple[Op, Op]:
 
 
 PEERS = {
-    "fla": Peer("fla", ("flash-linear-attention", "fla-core", "tilelang"), {"gdn": _fla_gdn, "kda": _fla_kda, "conv": _fla_conv}),
+    "fla": Peer("fla", ("flash-linear-attention", "fla-core", "tilelang"), {"gdn": _fla_gdn, "kda": _fla_kda, "conv": _fla_conv},
+                tiered=("kda",)),
     "flash_qla": Peer("flash_qla", ("flash-qla", "tilelang"), {"gdn": _flash_qla_gdn}),
 }
 
@@ -89,8 +94,12 @@ def ours(problem: Problem, direction: str) -> Contestant:
     return Contestant("graphlin", work, work)
 
 
-def contender(peer: Peer, problem: Problem, direction: str, expected: list[torch.Tensor]) -> Contestant:
-    """A peer's work, if both its forms give the `expected` results within tolerance; raises PeerError otherwise."""
+def contender(peer: Peer, problem: Problem, direction: str, expected: Sequence[torch.Tensor], *,
+              active: int | None = None) -> Contestant:
+    """A peer's work, if both its forms give the `expected` results within tolerance; raises PeerError otherwise.
+
+    Rows from `active` on are not compared: peers leave them undefined.
+    """
     eager, graphed = peer.load(problem.op)
     works = [problem.work(op, direction) for op in (eager, graphed)]
     for work in works if eager is not graphed else works[:1]:
@@ -98,11 +107,16 @@ def contender(peer: Peer, problem: Problem, direction: str, expected: list[torch
             found = work()
         except Exception as error:
             raise PeerError(describe(error)) from error
-        check_alike(problem.names(direction), found, expected)
+        check_alike(problem.names(direction), *(_active_rows(results, active) for results in (found, expected)))
     return Contestant(peer.name, *works)
 
 
-def check_alike(names: list[str], found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def _active_rows(results: Sequence[torch.Tensor], active: int | None) -> list[torch.Tensor]:
+    """What is `[1, T, ...]` cut to its first rows; the rest as it is."""
+    return [t[:, :active] if t.ndim > 2 else t for t in results]
+
+
+def check_alike(names: Sequence[str], found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Raises PeerError naming the first result that differs by more than its tolerance."""
     for name, a, b in zip(names, found, expected, strict=True):
         difference = relative_difference(a, b)

@@ -14,13 +14,15 @@ Op = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything about the problems but tokens and sequences: heads, head size, convolution channels and width, dtype."""
+    """All about the problems but tokens and sequences: heads, head size, channels and width of the convolution, the width
+    of layers, dtype."""
 
     H: int = 16
     HV: int = 32
     K: int = 128
     D: int = 8192
     W: int = 4
+    hidden: int = 2048
     dtype: torch.dtype = torch.bfloat16
 
 

@@ -1,13 +1,26 @@
 """Tables of a run, for the terminal and for the results page."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from graphlin.bench.results import OURS, REPLAY, Key, Row, Run
+from graphlin.bench.results import CAPTURED, EXACT, ONE_TIER, OURS, REPLAY, WARM, Key, Row, Run, Sample
 from graphlin.bench.targets import target
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the other columns of a table are divided by: a measure of graphlin's, or with `own` of each contestant itself."""
+
+    measure: str
+    own: bool = False
+
+
+# Sections that compare measures rather than contestants.
+BASES = {"underfilled": Base(EXACT, own=True), "layers": Base(CAPTURED), "model": Base(CAPTURED), "ladder": Base(ONE_TIER),
+         "cold": Base(WARM)}
 
 
 @dataclass(frozen=True)
@@ -21,67 +34,74 @@ class Grid:
 
 
 def grids(run: Run) -> list[Grid]:
-    """A table for each section, direction and measure; stages have one for each call."""
+    """Tables of all sections, in the order of measuring."""
     return [grid for name in run.sections for grid in _grids_of(name, run.section(name))]
 
 
-def _grids_of(name: str, rows: list[Row]) -> Iterable[Grid]:
+def _grids_of(name: str, rows: list[Row]) -> Iterator[Grid]:
+    """One for each call of the stages, for each direction and measure of an op, for each direction of what else there is."""
     if name == "stages":
         for key in _unique(row.key for row in rows):
             yield _stages(key, [row for row in rows if row.key == key])
         return
     for direction in _unique(row.key.direction for row in rows):
-        for measure in _unique(row.measure for row in rows):
-            chosen = [row for row in rows if (row.key.direction, row.measure) == (direction, measure)]
-            if chosen:
-                yield _comparison(f"{name}, {direction}: {measure}, microseconds", chosen)
+        chosen = [row for row in rows if row.key.direction == direction]
+        if name in BASES:
+            yield _comparison(f"{name}, {direction}", chosen, BASES[name])
+            continue
+        for measure in _unique(row.measure for row in chosen):
+            yield _comparison(f"{name}, {direction}: {measure}", [row for row in chosen if row.measure == measure],
+                              Base(measure))
 
 
-def _comparison(title: str, rows: list[Row]) -> Grid:
-    """A line for each shape; a column for each contestant, and after a peer's how many times graphlin's time it took."""
-    names = sorted(_unique(row.who for row in rows), key=lambda who: who != OURS)
+def _comparison(title: str, rows: list[Row], base: Base) -> Grid:
+    """A line for each shape and a column for each contestant and measure, with its ratio to the base behind it."""
+    columns = sorted(_unique((row.who, row.measure) for row in rows), key=lambda column: column[0] != OURS)
+    one_measure = len({measure for _, measure in columns}) == 1
+    bases = {column: (column[0] if base.own else OURS, base.measure) for column in columns}
     headers = ["T, N"]
-    for who in names:
-        headers += [who] if who == OURS else [who, f"{who} / {OURS}"]
-    lines, remarks = [], []
-    for key in _unique(row.key for row in rows):
-        found = {row.who: row for row in rows if row.key == key}
-        base = found.get(OURS)
+    for who, measure in columns:
+        label = who if one_measure else f"{who} {measure}"
+        headers += [label] if bases[who, measure] == (who, measure) else [label, "ratio"]
+    lines, keys = [], _unique(row.key for row in rows)
+    for key in keys:
+        found = {(row.who, row.measure): row for row in rows if row.key == key}
         line = [_shape(key)]
-        for who in names:
-            row = found.get(who)
-            line.append(_cell(row))
-            if who != OURS:
-                line.append(_ratio(row, base))
-            if row is not None and row.error is not None:
-                remarks.append(f"{who}, {_shape(key)}: {row.error}")
+        for column in columns:
+            line.append(_cell(found.get(column)))
+            if bases[column] != column:
+                line.append(_ratio(found.get(column), found.get(bases[column])))
         lines.append(line)
-    if any(_has_target(row) for row in rows):
+    if any(row.measure == REPLAY and target(row.key) is not None for row in rows):
         headers.append("target")
-        for line, key in zip(lines, _unique(row.key for row in rows), strict=True):
+        for line, key in zip(lines, keys, strict=True):
             line.append("" if target(key) is None else f"{target(key)}")
-    return Grid(title, headers, lines, _merge(remarks))
+    return Grid(f"{title}, microseconds", headers, lines, _remarks(rows))
 
 
 def _stages(key: Key, rows: list[Row]) -> Grid:
     total = sum(row.sample.median for row in rows if row.sample)
     lines = [[row.who, _cell(row), f"{row.sample.median / total:.0%}" if row.sample else "", row.note] for row in rows]
     return Grid(f"stages of {key.case}, {_shape(key)}, {key.direction}: each launch alone, microseconds; sum {total:.1f}",
-                ["kernel", "time", "share", "launch"], lines, [f"{row.who}: {row.error}" for row in rows if row.error])
-
-
-def _has_target(row: Row) -> bool:
-    return row.measure == REPLAY and target(row.key) is not None
+                ["kernel", "time", "share", "launch"], lines, _remarks(rows))
 
 
 def _shape(key: Key) -> str:
+    if not key.tokens:
+        return key.case
     return f"{key.tokens}, {key.seqs}" + ("" if key.case == key.section else f" {key.case}")
 
 
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return "failed" if row.sample is None else f"{row.sample.median:.1f} ±{row.sample.spread:.0%}"
+    return "failed" if row.sample is None else show_sample(row.sample)
+
+
+def show_sample(sample: Sample) -> str:
+    """Median and half the distance of the quartiles: `24.1 ±1%`, or `2.41 s ±1%` from a second on."""
+    time = f"{sample.median:.1f}" if sample.median < 1e6 else f"{sample.median / 1e6:.2f} s"
+    return f"{time} ±{sample.spread:.0%}" if sample.count > 1 else time
 
 
 def _ratio(row: Row | None, base: Row | None) -> str:
@@ -90,14 +110,13 @@ def _ratio(row: Row | None, base: Row | None) -> str:
     return f"{row.sample.median / base.sample.median:.2f}"
 
 
-def _merge(remarks: list[str]) -> list[str]:
-    """One remark for each cause, with the shapes it befell."""
-    causes: dict[tuple[str, str], list[str]] = {}
-    for remark in remarks:
-        place, _, cause = remark.partition(": ")
-        who, _, shape = place.partition(", ")
-        causes.setdefault((who, cause), []).append(f"({shape})")
-    return [f"{who} {' '.join(shapes)}: {cause}" for (who, cause), shapes in causes.items()]
+def _remarks(rows: Iterable[Row]) -> list[str]:
+    """A line for each error, with the shapes it befell."""
+    causes: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.error is not None:
+            causes.setdefault((row.who, row.measure, row.error), []).append(f"({_shape(row.key)})")
+    return [f"{who} failed, {measure}, {' '.join(shapes)}: {error}" for (who, measure, error), shapes in causes.items()]
 
 
 def _unique(items: Iterable) -> list:

@@ -9,7 +9,13 @@ from statistics import median, quantiles
 FORWARD, BOTH = "forward", "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
 OURS = "graphlin"
-REPLAY, EAGER_HOST, EAGER_DEVICE = "graph replay", "eager, host", "eager, device"  # how a time was taken
+
+# How a time was taken, in the columns of the tables.
+REPLAY, EAGER_HOST, EAGER_DEVICE = "graph replay", "eager, host", "eager, device"
+EAGER, CAPTURED, KERNELS = "eager", "captured", "sum of kernels"
+EXACT, UNDERFILLED = "exact size", "under-filled"
+COLD, WARM = "empty cache", "warm cache"
+ONE_TIER, LADDER = "one tier", "ladder"
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,45 @@ from dataclasses import dataclass, field
 import torch
 
 from graphlin.bench.clock import Clock
-from graphlin.bench.peers import PEERS, Peer
+from graphlin.bench.peers import Peer
 from graphlin.bench.problems import PROBLEMS, Problem, Sizes, random_cuts
 from graphlin.bench.results import Row
+from graphlin.demo.train import ACCELERATOR, CPU, Settings
 
 Shape = tuple[int, int]  # tokens, sequences
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes and default shapes of one kind of device, by section."""
+    """Sizes and shapes for one kind of device.
+
+    `shapes` are the default ones by section; `underfilled` the active shape and the tier's; `cold` and `ladder` the (largest)
+    tier there; `model` what the demo trains.
+    """
 
     sizes: Sizes
     shapes: dict[str, list[Shape]]
+    underfilled: tuple[Shape, Shape]
+    cold: Shape
+    ladder: Shape
+    model: Settings
     rounds: int
 
 
 _DELTA_RULE = [(512, 1), (512, 8), (2048, 1), (2048, 16), (4096, 1), (4096, 32), (8192, 1), (32768, 1)]
-DEVICE = Scale(Sizes(), rounds=20, shapes={
-    "gdn": _DELTA_RULE, "kda": _DELTA_RULE, "conv": [(512, 8), (2048, 16), (4096, 32), (32768, 1)],
-    "stages": [(512, 1), (4096, 1), (4096, 32)],
-})
+DEVICE = Scale(Sizes(), rounds=20, underfilled=((512, 1), (4096, 32)), cold=(4096, 32), ladder=(4096, 32), model=ACCELERATOR,
+               shapes={"gdn": _DELTA_RULE, "kda": _DELTA_RULE, "conv": [(512, 8), (2048, 16), (4096, 32), (32768, 1)],
+                       "stages": [(512, 1), (4096, 1), (4096, 32)],
+                       "layers": [(256, 1), (512, 1), (1024, 8), (2048, 16), (4096, 32), (8192, 1)]})
 # An interpreted Triton program takes tens of milliseconds.
-HOST = Scale(Sizes(H=1, HV=2, K=16, D=32, W=4, dtype=torch.float32), rounds=3, shapes={
-    "gdn": [(40, 2)], "kda": [(40, 2)], "conv": [(40, 2)], "stages": [(40, 2)],
-})
+HOST = Scale(Sizes(H=1, HV=2, K=16, D=32, W=4, hidden=32, dtype=torch.float32), rounds=3, underfilled=((20, 1), (40, 2)),
+             cold=(40, 2), ladder=(40, 2), model=CPU,
+             shapes={section: [(40, 2)] for section in ("gdn", "kda", "conv", "stages", "layers")})
+
+
+def scale_of(device: torch.device) -> Scale:
+    """HOST for a CPU, DEVICE for anything else."""
+    return HOST if device.type == "cpu" else DEVICE
 
 
 @dataclass(frozen=True)
@@ -66,11 +80,3 @@ class Job:
 
     label: str
     measure: Callable[[], Iterable[Row]]
-
-
-def peers_named(names: Iterable[str]) -> tuple[Peer, ...]:
-    """Raises ValueError for a name that is none of PEERS."""
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise ValueError(f"--peers: expected some of {', '.join(PEERS)}, found {', '.join(unknown)}")
-    return tuple(PEERS[name] for name in names)

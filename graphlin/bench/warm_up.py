@@ -1,7 +1,7 @@
 """Compiles what a run will launch before it is timed, in parallel processes that share the packages' caches on disk."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from functools import partial
@@ -9,43 +9,73 @@ from multiprocessing import get_context
 
 import torch
 
+from graphlin.bench.layers import LAYERS, LayerCall
+from graphlin.bench.model import random_batch, small_model, training_step
 from graphlin.bench.peers import PEERS
-from graphlin.bench.problems import OUR_OPS, PROBLEMS, Sizes, random_cuts
-from graphlin.bench.results import DIRECTIONS
-from graphlin.bench.setting import Setting, Shape
+from graphlin.bench.problems import OUR_OPS, PROBLEMS, random_cuts
+from graphlin.bench.results import BOTH, DIRECTIONS
+from graphlin.bench.setting import Setting, Shape, scale_of
+from graphlin.demo.model import MIXERS
 
 _FORMS = ("eager", "graphed")
+_SMALL = (64, 1)  # graphlin compiles the same for every number of tokens and sequences
 
 
-def compilations(setting: Setting, ops: Iterable[str]) -> list[Callable[[], None]]:
-    """One for each op and form of a contestant; each can be sent to another process.
-
-    Nothing for a CPU, where nothing is compiled.
-    """
+def compilations(setting: Setting, sections: Collection[str]) -> list[Callable[[], None]]:
+    """Calls that compile what the sections launch, each to be made in a process of its own; none for a CPU."""
     if not setting.clock.on_device:
         return []
-    contestants = [(None, "eager"), *((peer.name, form) for peer in setting.peers for form in _FORMS)]
-    return [partial(_compile, op, peer, form, setting.shapes_of(op), setting.scale.sizes, str(setting.device))
-            for op in ops for peer, form in contestants if peer is None or op in PEERS[peer].ops]
+    device, peers = str(setting.device), [peer.name for peer in setting.peers]
+    ops = [op for op in PROBLEMS if {op, "stages", "underfilled"} & set(sections)]
+    calls = [partial(_compile_op, op, None, "eager", (_SMALL,), device) for op in ops]
+    calls += [partial(_compile_op, op, peer, form, tuple(setting.shapes_of(op)), device)
+              for op in ops if op in sections for peer in peers for form in _FORMS if op in PEERS[peer].ops]
+    if {"layers", "ladder"} & set(sections):
+        calls += [partial(_compile_layer, kind, None, device) for kind in range(len(LAYERS))]
+    if "layers" in sections and "fla" in peers:
+        calls += [partial(_compile_layer, kind, "fla", device) for kind in range(len(LAYERS))]
+    if "model" in sections:
+        calls += [partial(_compile_model, mixer, device) for mixer in MIXERS]
+    return calls
 
 
 def in_parallel(calls: list[Callable[[], object]]) -> Iterator[Future]:
     """Runs calls in as many processes as there are cores, and yields each as it ends."""
-    if not calls:
-        return
     workers = min(len(calls), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         yield from as_completed([pool.submit(call) for call in calls])
 
 
-def _compile(op: str, peer: str | None, form: str, shapes: list[Shape], sizes: Sizes, device: str) -> None:
+def _compile_op(op: str, peer: str | None, form: str, shapes: tuple[Shape, ...], device: str) -> None:
     """Runs an op at every shape. What fails here fails again where it is measured, and is reported there."""
-    # Beside other processes flash-linear-attention would time its candidates wrongly: it may not keep what it finds.
-    os.environ["FLA_CACHE_RESULTS"] = "0"
+    _keep_no_timings()
+    where = torch.device(device)
     with suppress(Exception):
         call = OUR_OPS[op] if peer is None else PEERS[peer].load(op)[_FORMS.index(form)]
         for tokens, seqs in shapes:
-            problem = PROBLEMS[op](tokens, random_cuts(tokens, seqs, torch.device(device)), sizes)
+            problem = PROBLEMS[op](tokens, random_cuts(tokens, seqs, where), scale_of(where).sizes)
             for direction in DIRECTIONS:
                 with suppress(Exception):
                     problem.work(call, direction)()
+
+
+def _compile_layer(index: int, peer: str | None, device: str) -> None:
+    _keep_no_timings()
+    where, kind = torch.device(device), LAYERS[index]
+    sizes = scale_of(where).sizes
+    with suppress(Exception):
+        layer = kind.build(sizes, where)
+        layer = layer if peer is None else kind.build_peer(layer, sizes, where)
+        LayerCall(layer, *_SMALL, sizes, where).work(layer, BOTH)()
+
+
+def _compile_model(mixer: str, device: str) -> None:
+    where = torch.device(device)
+    settings = scale_of(where).model
+    with suppress(Exception):
+        training_step(small_model(mixer, settings, where), settings.learning_rate, *random_batch(_SMALL, where))()
+
+
+def _keep_no_timings() -> None:
+    """Beside other processes flash-linear-attention would time its candidates wrongly: it may not keep what it finds."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"
