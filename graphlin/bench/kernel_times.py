@@ -29,8 +29,7 @@ def kernel_microseconds(work: Callable[[], Any], device: torch.device) -> Sample
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto of PyTorch 2.13 prints its start and stop otherwise
     work()
     backend.synchronize(device)
-    activities = torch.profiler.supported_activities() - {torch.profiler.ProfilerActivity.CPU}
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         for _ in range(PROFILED):
             work()
         backend.synchronize(device)
