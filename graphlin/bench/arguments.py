@@ -1,15 +1,20 @@
 """What the command lines of bench and tune share."""
 
 import argparse
+import re
 import sys
 from collections.abc import Collection
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from graphlin.bench.setting import Shape
+from graphlin.bench.problems import Sizes
+from graphlin.bench.setting import Setting, Shape, scale_of
 
 FILE_WIDTH = 160  # of tables that go to no terminal
 
@@ -24,11 +29,36 @@ def names(text: str) -> list[str]:
 
 
 def shape(text: str) -> Shape:
-    """Tokens and sequences of `4096x32`."""
-    tokens, _, seqs = text.partition("x")
-    if not (tokens.isdecimal() and seqs.isdecimal() and 1 <= int(seqs) <= int(tokens)):
-        raise argparse.ArgumentTypeError(f"expected tokens x sequences, such as 4096x32, found {text!r}")
-    return int(tokens), int(seqs)
+    """Tokens and sequences of `4096,32` or `4096x32`."""
+    match = re.fullmatch(r"(\d+)[,x](\d+)", text)
+    if match is None or not 1 <= int(match[2]) <= int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected tokens and no more sequences than that, such as 4096,32, found {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def sizes(text: str) -> dict[str, int]:
+    """Head counts and widths of `H=16,HV=32`."""
+    pairs = [pair.partition("=") for pair in names(text)]
+    known = [field.name for field in fields(Sizes) if field.type is int]
+    if not all(name in known and value.isdecimal() and int(value) for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,... with names of {', '.join(known)}, found {text!r}")
+    return {name: int(value) for name, _, value in pairs}
+
+
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """--shapes and --sizes."""
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="T,N",
+                        help="tokens and sequences, such as 4096,32 (default: the shapes of each section)")
+    parser.add_argument("--sizes", type=sizes, default={}, metavar="NAME=VALUE,...",
+                        help="other heads (H, HV), head size K, channels D and width W of the convolution, or width of layers "
+                             "(hidden)")
+
+
+def setting_of(arguments: argparse.Namespace, device: torch.device, **choices: Any) -> Setting:
+    """What the arguments ask of a device."""
+    scale = scale_of(device)
+    scale = replace(scale, sizes=replace(scale.sizes, **arguments.sizes))
+    return Setting(device, scale, shapes=tuple(arguments.shapes), **choices)
 
 
 def check_known(option: str, given: Collection[str], known: Collection[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -14,8 +15,9 @@ import torch
 import graphlin
 from graphlin.backends import get_backend
 from graphlin.bench.layers import LAYERS, LayerCall, LayerKind
+from graphlin.bench.problems import Sizes
 from graphlin.bench.results import BOTH, COLD, OURS, WARM, Key, Row, Sample
-from graphlin.bench.setting import Job, Setting, scale_of
+from graphlin.bench.setting import Job, Setting, Shape, scale_of
 
 
 def jobs(setting: Setting) -> list[Job]:
@@ -28,33 +30,39 @@ def measure(setting: Setting, kind: LayerKind) -> Iterator[Row]:
     key = Key("cold", kind.name, *setting.scale.cold, BOTH)
     with TemporaryDirectory() as cache:
         for measured in (COLD, WARM):
-            yield Row(key, OURS, measured, Sample.of([_seconds_of_process(kind, setting.device, cache) * 1e6]))
+            yield Row(key, OURS, measured, Sample.of([_seconds_of_process(kind, setting, cache) * 1e6]))
 
 
-def _seconds_of_process(kind: LayerKind, device: torch.device, cache: str) -> float:
-    command = [sys.executable, "-m", "graphlin.bench.cold", kind.name, str(device)]
+def _seconds_of_process(kind: LayerKind, setting: Setting, cache: str) -> float:
+    sizes = {name: value for name, value in asdict(setting.scale.sizes).items() if isinstance(value, int)}
+    command = [sys.executable, "-m", "graphlin.bench.cold", kind.name, str(setting.device), json.dumps(setting.scale.cold),
+               json.dumps(sizes)]
     done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the fresh process failed: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout)["seconds"]
 
 
-def first_replay(kind: LayerKind, device: torch.device) -> float:
+def first_replay(kind: LayerKind, device: torch.device, shape: Shape, sizes: Sizes) -> float:
     """Seconds from now until a new layer's first captured forward and backward has run."""
     start = perf_counter()
-    scale = scale_of(device)
-    tokens, seqs = scale.cold
-    layer = kind.build(scale.sizes, device)
-    graphed = graphlin.capture(layer, graphlin.Tier(tokens, seqs), fallback="raise")
-    LayerCall(layer, tokens, seqs, scale.sizes, device).work(graphed, BOTH)()
+    layer = kind.build(sizes, device)
+    graphed = graphlin.capture(layer, graphlin.Tier(*shape), fallback="raise")
+    LayerCall(layer, *shape, sizes, device).work(graphed, BOTH)()
     get_backend(device).synchronize(device)
     if graphed.stats.replays != 1 or graphed.stats.backward_replays != 1:
         raise RuntimeError(f"expected one replay forward and one backward, found {graphed.stats}")
     return perf_counter() - start
 
 
+def main(name: str, device_name: str, shape: str, sizes: str) -> None:
+    """What the fresh process does; its imports are done."""
+    kind, device = next(kind for kind in LAYERS if kind.name == name), torch.device(device_name)
+    seconds = first_replay(kind, device, tuple(json.loads(shape)), replace(scale_of(device).sizes, **json.loads(sizes)))
+    print(json.dumps({"seconds": seconds}))
+
+
 SECTIONS = {"cold": jobs}
 
 if __name__ == "__main__":
-    _kind = next(kind for kind in LAYERS if kind.name == sys.argv[1])
-    print(json.dumps({"seconds": first_replay(_kind, torch.device(sys.argv[2]))}))
+    main(*sys.argv[1:])

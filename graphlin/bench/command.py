@@ -1,19 +1,30 @@
 """The bench's command line."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from graphlin.bench import cold, kernel_times, ladder, layers, model, ops, underfilled
-from graphlin.bench.arguments import UsageError, check_known, check_output, check_plot, console, names, progress, shape
+from graphlin.bench.arguments import (
+    UsageError,
+    add_problem_arguments,
+    check_known,
+    check_output,
+    check_plot,
+    console,
+    names,
+    progress,
+    setting_of,
+)
 from graphlin.bench.environment import environment
 from graphlin.bench.page import write_page
 from graphlin.bench.peers import PEERS, describe
 from graphlin.bench.plot import draw
 from graphlin.bench.report import show
 from graphlin.bench.results import OURS, Key, Row, Run, load
-from graphlin.bench.setting import Job, Setting, scale_of
+from graphlin.bench.setting import Job, Setting
 from graphlin.bench.warm_up import compilations, in_parallel
 from graphlin.demo.train import best_device
 from graphlin.errors import BackendUnavailable
@@ -29,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"sections to measure: {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--peers", type=names, default=None, metavar="PEER,...",
                         help=f"installed packages to measure in the same run: {', '.join(PEERS)} (default: none)")
-    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="TxN",
-                        help="tokens x sequences, such as 4096x32 (default: the shapes of each section)")
+    add_problem_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats, no eager device times")
     parser.add_argument("--commit", metavar="HASH", help="the commit that is measured, where git can't tell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to a JSON file, as it is measured")
@@ -46,16 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
         _check_outputs(arguments)
         setting = None if arguments.results else _setting(arguments)
         runs = [load(path) for path in arguments.results or []]
+        if runs and arguments.plot is not None and not any(set(each.sections) & set(ops.SECTIONS) for each in runs):
+            raise UsageError(f"--plot draws the ops; found none of {', '.join(ops.SECTIONS)} in the files")
     except (ValueError, BackendUnavailable) as error:
         print(f"graphlin bench: {error}", file=sys.stderr)
         return 2
     if setting is not None:
-        runs = [Run(environment(setting.device, setting.peers, arguments.commit))]
+        runs = [Run(environment(setting, arguments.commit))]
         measure(runs[0], arguments.only, setting, arguments.json)
     for each in runs:
         show(each, console())
     if arguments.plot is not None:
-        draw([row for each in runs for row in each.rows], arguments.plot)
+        draw(runs, arguments.plot)
     if arguments.page is not None:
         write_page(runs, arguments.plot, arguments.page)
     return int(any(row.error is not None and row.who == OURS for each in runs for row in each.rows))
@@ -76,6 +88,7 @@ def measure(found: Run, sections: Sequence[str], setting: Setting, json_path: Pa
             if json_path is not None:
                 found.save(json_path)
             bars.advance(task)
+            gc.collect()  # a captured block is in a cycle with its slots, and holds their memory
 
 
 def _finish(found: Run, section: str, job: Job) -> None:
@@ -101,6 +114,5 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 def _setting(arguments: argparse.Namespace) -> Setting:
     if arguments.peers is not None:
         check_known("--peers", arguments.peers, PEERS)
-    device = best_device()
-    return Setting(device, scale_of(device), arguments.quick, tuple(arguments.shapes),
-                   tuple(PEERS[name] for name in arguments.peers or []))
+    peers = tuple(PEERS[name] for name in arguments.peers or [])
+    return setting_of(arguments, best_device(), quick=arguments.quick, peers=peers)

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,15 +10,17 @@ from pathlib import Path
 import torch
 
 import graphlin
-from graphlin.bench.peers import Peer
 from graphlin.bench.results import Environment
+from graphlin.bench.setting import Setting
 
+BUSY_PRODUCTS = 700  # about a second on an H200
 _NVIDIA_FACTS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
-def environment(device: torch.device, peers: Iterable[Peer], commit: str | None) -> Environment:
+def environment(setting: Setting, commit: str | None) -> Environment:
     """Of a run that starts now. `commit` overrides what git says of the package's folder."""
-    names = ["torch", "triton", *dict.fromkeys(name for peer in peers for name in peer.distributions)]
+    device, sizes = setting.device, asdict(setting.scale.sizes)
+    names = ["torch", "triton", *dict.fromkeys(name for peer in setting.peers for name in peer.distributions)]
     on_cpu = device.type == "cpu"
     return Environment(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), commit=commit or _commit(),
@@ -26,6 +28,7 @@ def environment(device: torch.device, peers: Iterable[Peer], commit: str | None)
         else torch.get_device_module(device).get_device_name(device),
         clock="wall time on a CPU, no measure of an accelerator" if on_cpu else "device events",
         versions={"graphlin": graphlin.__version__, **{name: _version(name) for name in names}},
+        sizes={name: value if isinstance(value, int) else str(value).removeprefix("torch.") for name, value in sizes.items()},
         device_facts=_nvidia_facts(device) if device.type == "cuda" else {},
         command=" ".join(["python -m graphlin", *sys.argv[1:]]))
 
@@ -42,6 +45,10 @@ def _commit() -> str:
 
 
 def _nvidia_facts(device: torch.device) -> dict[str, str]:
+    """Read while the device multiplies matrices: an idle one clocks down."""
+    x = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(BUSY_PRODUCTS):
+        x @ x
     index = torch.cuda.current_device() if device.index is None else device.index
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     found = _output_of("nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(_NVIDIA_FACTS)}", "--format=csv,noheader")

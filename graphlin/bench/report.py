@@ -1,13 +1,17 @@
 """Tables of a run, for the terminal and for the results page."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphlin.bench.results import CAPTURED, EXACT, ONE_TIER, OURS, REPLAY, WARM, Key, Row, Run, Sample
 from graphlin.bench.targets import target
+
+Goal = Callable[[Key], float | None]
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,11 @@ class Grid:
 
 def grids(run: Run) -> list[Grid]:
     """Tables of all sections, in the order of measuring."""
-    return [grid for name in run.sections for grid in _grids_of(name, run.section(name))]
+    goal = partial(target, run.environment)
+    return [grid for name in run.sections for grid in _grids_of(name, run.section(name), goal)]
 
 
-def _grids_of(name: str, rows: list[Row]) -> Iterator[Grid]:
+def _grids_of(name: str, rows: list[Row], goal: Goal) -> Iterator[Grid]:
     """One for each call of the stages, for each direction and measure of an op, for each direction of what else there is."""
     if name == "stages":
         for key in _unique(row.key for row in rows):
@@ -47,14 +52,14 @@ def _grids_of(name: str, rows: list[Row]) -> Iterator[Grid]:
     for direction in _unique(row.key.direction for row in rows):
         chosen = [row for row in rows if row.key.direction == direction]
         if name in BASES:
-            yield _comparison(f"{name}, {direction}", chosen, BASES[name])
+            yield _comparison(f"{name}, {direction}", chosen, BASES[name], goal)
             continue
         for measure in _unique(row.measure for row in chosen):
             yield _comparison(f"{name}, {direction}: {measure}", [row for row in chosen if row.measure == measure],
-                              Base(measure))
+                              Base(measure), goal)
 
 
-def _comparison(title: str, rows: list[Row], base: Base) -> Grid:
+def _comparison(title: str, rows: list[Row], base: Base, goal: Goal) -> Grid:
     """A line for each shape and a column for each contestant and measure, with its ratio to the base behind it."""
     columns = sorted(_unique((row.who, row.measure) for row in rows), key=lambda column: column[0] != OURS)
     one_measure = len({measure for _, measure in columns}) == 1
@@ -72,10 +77,10 @@ def _comparison(title: str, rows: list[Row], base: Base) -> Grid:
             if bases[column] != column:
                 line.append(_ratio(found.get(column), found.get(bases[column])))
         lines.append(line)
-    if any(row.measure == REPLAY and target(row.key) is not None for row in rows):
+    if any(row.measure == REPLAY and goal(row.key) is not None for row in rows):
         headers.append("target")
         for line, key in zip(lines, keys, strict=True):
-            line.append("" if target(key) is None else f"{target(key)}")
+            line.append("" if goal(key) is None else f"{goal(key)}")
     return Grid(f"{title}, microseconds", headers, lines, _remarks(rows))
 
 
@@ -127,19 +132,22 @@ def headline(run: Run) -> list[str]:
     """What every result must name: date, commit, device, versions, clocks."""
     environment = run.environment
     versions = ", ".join(f"{name} {number}" for name, number in environment.versions.items())
+    sizes = ", ".join(f"{name} {value}" for name, value in environment.sizes.items())
     facts = ", ".join(f"{name} {value}" for name, value in environment.device_facts.items())
     return [f"{environment.date}, commit {environment.commit}, {environment.device}; {environment.clock}", versions,
+            sizes,
             *([facts] if facts else [])]
 
 
 def show(run: Run, console: Console) -> None:
     """Prints the whole run for people."""
     for line in headline(run):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     for grid in grids(run):
         table = Table(*grid.headers)
         for column in table.columns[1:]:
             column.justify = "right"
         for line in grid.lines:
-            table.add_row(*line)
-        console.print(f"\n[bold]{grid.title}[/]", table, *grid.remarks, sep="\n", highlight=False)
+            table.add_row(*map(escape, line))
+        remarks = map(escape, grid.remarks)
+        console.print(f"\n[bold]{grid.title}[/]", table, *remarks, sep="\n", highlight=False)

@@ -77,6 +77,7 @@ class Environment:
     device: str
     clock: str
     versions: dict[str, str]
+    sizes: dict[str, int | str]
     device_facts: dict[str, str]
     command: str
 

@@ -1,6 +1,6 @@
 """Graph replay times to reach on an H200 (bf16, K = V = 128), microseconds: forward, and forward+backward."""
 
-from graphlin.bench.results import BOTH, FORWARD, Key
+from graphlin.bench.results import BOTH, FORWARD, Environment, Key
 
 _GDN = {(512, 1): (24, 90), (512, 8): (24, 95), (2048, 1): (70, 200), (2048, 16): (70, 220), (4096, 1): (125, 340),
         (4096, 32): (125, 380), (8192, 1): (245, 670), (32768, 1): (950, 2600)}
@@ -10,11 +10,16 @@ _CONV = {(512, 8): (8, 20), (2048, 16): (22, 55), (4096, 32): (40, 100), (32768,
 TARGETS = {"gdn": _GDN, "kda": _KDA, "conv": _CONV}
 
 
-def target(key: Key) -> float | None:
-    """The target of an op's replay at the default sizes, where there is one.
+_SIZES = {"H": 16, "HV": 32, "K": 128, "D": 8192, "W": 4, "dtype": "bfloat16"}
 
-    >>> target(Key("gdn", "gdn", 512, 1, FORWARD))
+
+def target(environment: Environment, key: Key) -> float | None:
+    """The target of an op's replay there, where there is one.
+
+    >>> target(run.environment, Key("gdn", "gdn", 512, 1, FORWARD))
     24
     """
     found = TARGETS.get(key.section, {}).get((key.tokens, key.seqs))
-    return None if found is None else found[{FORWARD: 0, BOTH: 1}[key.direction]]
+    if found is None or "H200" not in environment.device or not _SIZES.items() <= environment.sizes.items():
+        return None
+    return found[{FORWARD: 0, BOTH: 1}[key.direction]]

@@ -9,7 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graphlin.bench.arguments import UsageError, check_known, check_output, console, names, progress, shape
+from graphlin.bench.arguments import (
+    UsageError,
+    add_problem_arguments,
+    check_known,
+    check_output,
+    console,
+    names,
+    progress,
+    setting_of,
+)
 from graphlin.bench.candidates import candidates
 from graphlin.bench.clock import Clock
 from graphlin.bench.environment import environment
@@ -17,7 +26,7 @@ from graphlin.bench.kernel_times import describe_record
 from graphlin.bench.problems import PROBLEMS
 from graphlin.bench.report import headline, show_sample
 from graphlin.bench.results import BOTH, Key, Row, Run
-from graphlin.bench.setting import Setting, scale_of
+from graphlin.bench.setting import Setting
 from graphlin.bench.tune import Found, Tuning, best_overall, compilations
 from graphlin.bench.warm_up import in_parallel
 from graphlin.demo.train import best_device
@@ -33,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"ops whose kernels are tuned: {', '.join(PROBLEMS)} (default: all)")
     parser.add_argument("--kernels", type=names, default=[], metavar="KERNEL,...",
                         help="kernels to tune (default: all of the ops)")
-    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="TxN",
-                        help="tokens x sequences, such as 4096x32 (default: 512x1 4096x1 4096x32)")
+    add_problem_arguments(parser)
     parser.add_argument("--try", type=_values, action="append", default=[], dest="tried", metavar="NAME=VALUE,...",
                         help="values of a tile, of num_warps, num_stages or waves to combine; may be repeated, and all else "
                              "then stays as it is (default: the table of graphlin/bench/candidates.py)")
@@ -62,13 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _setting(arguments: argparse.Namespace) -> Setting:
     check_known("--only", arguments.only, PROBLEMS)
     check_output("--json", arguments.json)
-    device = best_device()
-    return Setting(device, scale_of(device), shapes=tuple(arguments.shapes))
+    return setting_of(arguments, best_device())
 
 
 def _tune(arguments: argparse.Namespace, setting: Setting) -> tuple[Run, list[Found]]:
     search, shapes = dict(arguments.tried), setting.shapes_of("stages")
-    run, found = Run(environment(setting.device, (), None)), []
+    run, found = Run(environment(setting, None)), []
     fast = Clock(setting.device, SEARCH_ROUNDS)
     with progress() as bars:
         calls = [call for op in arguments.only if setting.clock.on_device for call in compilations(

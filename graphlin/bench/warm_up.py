@@ -14,7 +14,7 @@ from graphlin.bench.model import random_batch, small_model, training_step
 from graphlin.bench.peers import PEERS
 from graphlin.bench.problems import OUR_OPS, PROBLEMS, random_cuts
 from graphlin.bench.results import BOTH, DIRECTIONS
-from graphlin.bench.setting import Setting, Shape, scale_of
+from graphlin.bench.setting import Scale, Setting, Shape
 from graphlin.demo.model import MIXERS
 
 _FORMS = ("eager", "graphed")
@@ -25,17 +25,17 @@ def compilations(setting: Setting, sections: Collection[str]) -> list[Callable[[
     """Calls that compile what the sections launch, each to be made in a process of its own; none for a CPU."""
     if not setting.clock.on_device:
         return []
-    device, peers = str(setting.device), [peer.name for peer in setting.peers]
+    peers, where = [peer.name for peer in setting.peers], (setting.scale, str(setting.device))
     ops = [op for op in PROBLEMS if {op, "stages", "underfilled"} & set(sections)]
-    calls = [partial(_compile_op, op, None, "eager", (_SMALL,), device) for op in ops]
-    calls += [partial(_compile_op, op, peer, form, tuple(setting.shapes_of(op)), device)
+    calls = [partial(_compile_op, op, None, "eager", (_SMALL,), *where) for op in ops]
+    calls += [partial(_compile_op, op, peer, form, tuple(setting.shapes_of(op)), *where)
               for op in ops if op in sections for peer in peers for form in _FORMS if op in PEERS[peer].ops]
     if {"layers", "ladder"} & set(sections):
-        calls += [partial(_compile_layer, kind, None, device) for kind in range(len(LAYERS))]
+        calls += [partial(_compile_layer, kind, None, *where) for kind in range(len(LAYERS))]
     if "layers" in sections and "fla" in peers:
-        calls += [partial(_compile_layer, kind, "fla", device) for kind in range(len(LAYERS))]
+        calls += [partial(_compile_layer, kind, "fla", *where) for kind in range(len(LAYERS))]
     if "model" in sections:
-        calls += [partial(_compile_model, mixer, device) for mixer in MIXERS]
+        calls += [partial(_compile_model, mixer, *where) for mixer in MIXERS]
     return calls
 
 
@@ -46,34 +46,34 @@ def in_parallel(calls: list[Callable[[], object]]) -> Iterator[Future]:
         yield from as_completed([pool.submit(call) for call in calls])
 
 
-def _compile_op(op: str, peer: str | None, form: str, shapes: tuple[Shape, ...], device: str) -> None:
+def _compile_op(op: str, peer: str | None, form: str, shapes: tuple[Shape, ...], scale: Scale,
+                device: str) -> None:
     """Runs an op at every shape. What fails here fails again where it is measured, and is reported there."""
     _keep_no_timings()
     where = torch.device(device)
     with suppress(Exception):
         call = OUR_OPS[op] if peer is None else PEERS[peer].load(op)[_FORMS.index(form)]
         for tokens, seqs in shapes:
-            problem = PROBLEMS[op](tokens, random_cuts(tokens, seqs, where), scale_of(where).sizes)
+            problem = PROBLEMS[op](tokens, random_cuts(tokens, seqs, where), scale.sizes)
             for direction in DIRECTIONS:
                 with suppress(Exception):
                     problem.work(call, direction)()
 
 
-def _compile_layer(index: int, peer: str | None, device: str) -> None:
+def _compile_layer(index: int, peer: str | None, scale: Scale, device: str) -> None:
     _keep_no_timings()
     where, kind = torch.device(device), LAYERS[index]
-    sizes = scale_of(where).sizes
     with suppress(Exception):
-        layer = kind.build(sizes, where)
-        layer = layer if peer is None else kind.build_peer(layer, sizes, where)
-        LayerCall(layer, *_SMALL, sizes, where).work(layer, BOTH)()
+        layer = kind.build(scale.sizes, where)
+        layer = layer if peer is None else kind.build_peer(layer, scale.sizes, where)
+        LayerCall(layer, *_SMALL, scale.sizes, where).work(layer, BOTH)()
 
 
-def _compile_model(mixer: str, device: str) -> None:
+def _compile_model(mixer: str, scale: Scale, device: str) -> None:
     where = torch.device(device)
-    settings = scale_of(where).model
     with suppress(Exception):
-        training_step(small_model(mixer, settings, where), settings.learning_rate, *random_batch(_SMALL, where))()
+        model = small_model(mixer, scale.model, where)
+        training_step(model, scale.model.learning_rate, *random_batch(_SMALL, where))()
 
 
 def _keep_no_timings() -> None:

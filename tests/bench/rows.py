@@ -2,8 +2,10 @@
 
 from graphlin.bench.results import BOTH, FORWARD, OURS, REPLAY, Environment, Key, Row, Run, Sample
 
-ENVIRONMENT = Environment("a date", "abc123", "a device", "a clock", {"torch": "9.9", "fla-core": "0.6.0"},
-                          {"clocks.sm": "1980 MHz"}, "python -m graphlin bench")
+ENVIRONMENT = Environment(
+    date="a date", commit="abc123", device="NVIDIA H200", clock="a clock", versions={"torch": "9.9", "fla-core": "0.6.0"},
+    sizes={"H": 16, "HV": 32, "K": 128, "D": 8192, "W": 4, "hidden": 2048, "dtype": "bfloat16"},
+    device_facts={"clocks.sm": "1980 MHz"}, command="python -m graphlin bench")
 
 
 def sample(median: float, spread: float = 0.0) -> Sample:

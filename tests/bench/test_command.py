@@ -1,8 +1,7 @@
 import pytest
 
 from graphlin.__main__ import main
-from graphlin.bench import arguments as arguments_module
-from graphlin.bench import command
+from graphlin.bench import arguments, command
 from graphlin.bench.results import OURS, REPLAY, load
 from graphlin.bench.setting import Job
 from tests.bench.conftest import TINY
@@ -12,7 +11,7 @@ from tests.bench.rows import example, row
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch, device):
     monkeypatch.setattr(command, "best_device", lambda: device)
-    monkeypatch.setattr(command, "scale_of", lambda device: TINY)
+    monkeypatch.setattr(arguments, "scale_of", lambda device: TINY)
     monkeypatch.setattr(command, "compilations", lambda *_: [])
 
 
@@ -20,9 +19,11 @@ def test_the_command_measures_saves_draws_and_writes(tmp_path, capsys, device, m
     monkeypatch.setitem(__import__("sys").modules, "fla", None)
     files = {name: tmp_path / f"found.{end}" for name, end in (("json", "json"), ("plot", "png"), ("page", "md"))}
     outputs = [text for name, path in files.items() for text in (f"--{name}", str(path))]
-    assert main(["bench", "--only", "conv", "--peers", "fla", "--quick", "--shapes", "20x2", "--commit", "c0ffee", *outputs]) == 0
+    assert main(["bench", "--only", "conv", "--peers", "fla", "--quick", "--shapes", "20,2", "--commit", "c0ffee",
+                 "--sizes", "D=24,W=3", *outputs]) == 0
     out, err = capsys.readouterr()
     run = load(files["json"])
+    assert (run.environment.sizes["D"], run.environment.sizes["W"], run.environment.sizes["dtype"]) == (24, 3, "float32")
     assert run.environment.commit == "c0ffee" and run.environment.versions["torch"]
     assert ("no measure of an accelerator" in run.environment.clock) == (device.type == "cpu")
     ours = [r for r in run.rows if r.who == OURS]
@@ -90,16 +91,31 @@ def test_wrong_arguments_are_one_line_and_status_2(capsys, given, message):
     assert message in err and err.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize("shape", ["512", "1x2", "x", "axb", "0x0", "8x-1"])
-def test_shapes_are_tokens_by_sequences(capsys, shape):
+@pytest.mark.parametrize(("option", "value", "message"), [
+    *(("--shapes", shape, "such as 4096,32") for shape in ("512", "1x2", "x", "axb", "0x0", "8x-1")),
+    *(("--sizes", sizes, "names of H, HV, K, D, W, hidden") for sizes in ("H", "H=0", "H=x", "dtype=3", "X=1")),
+])
+def test_problems_are_numbers(capsys, option, value, message):
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "--shapes", shape])
+        main(["bench", option, value])
     assert stop.value.code == 2
-    assert "such as 4096x32" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_have_two_spellings():
+    assert arguments.shape("4096,32") == arguments.shape("4096x32") == (4096, 32)
+
+
+def test_files_without_ops_are_no_picture(tmp_path, capsys):
+    path, run = tmp_path / "a.json", example()
+    run.rows = run.section("layers")
+    run.save(path)
+    assert main(["bench", "--from", str(path), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "found none of gdn, kda, conv in the files" in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_is_refused_before_measuring(monkeypatch, capsys):
-    monkeypatch.setattr(arguments_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     assert main(["bench", "--plot", "a.png"]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -64,9 +65,14 @@ def test_times_are_shown_with_their_spread(found, text):
 
 
 def test_targets_are_those_of_the_ops():
-    assert target(Key("gdn", "gdn", 512, 1, FORWARD)) == 24 and target(Key("gdn", "gdn", 512, 1, BOTH)) == 90
-    assert target(Key("conv", "conv", 32768, 1, BOTH)) == 750
-    assert target(Key("gdn", "gdn", 513, 1, FORWARD)) is None and target(Key("layers", "x", 512, 1, FORWARD)) is None
+    def goal(*key, **changes):
+        return target(replace(ENVIRONMENT, **changes), Key(*key))
+
+    assert goal("gdn", "gdn", 512, 1, FORWARD) == 24 and goal("gdn", "gdn", 512, 1, BOTH) == 90
+    assert goal("conv", "conv", 32768, 1, BOTH) == 750
+    assert goal("gdn", "gdn", 513, 1, FORWARD) is None and goal("layers", "x", 512, 1, FORWARD) is None
+    assert goal("gdn", "gdn", 512, 1, FORWARD, device="NVIDIA H100") is None
+    assert goal("gdn", "gdn", 512, 1, FORWARD, sizes=ENVIRONMENT.sizes | {"K": 64}) is None
     assert {op: len(shapes) for op, shapes in TARGETS.items()} == {"gdn": 8, "kda": 8, "conv": 4}
     assert all(forward < both for shapes in TARGETS.values() for forward, both in shapes.values())
 
@@ -75,9 +81,15 @@ def test_the_terminal_shows_everything():
     out = Console(record=True, width=160, file=StringIO())
     show(example(), out)
     shown = out.export_text()
-    for text in ("a date, commit abc123, a device; a clock", "torch 9.9, fla-core 0.6.0", "clocks.sm 1980 MHz", "360.0 ±2%",
-                 "refuses to run", "12.30 s", "4 programs; BK=64"):
+    for text in ("a date, commit abc123, NVIDIA H200; a clock", "HV 32, K 128", "torch 9.9, fla-core 0.6.0", "clocks.sm 1980 MHz",
+                 "360.0 ±2%", "refuses to run", "12.30 s", "4 programs; BK=64"):
         assert text in shown, text
+
+
+def test_errors_are_shown_as_they_are():
+    out = Console(record=True, width=160, file=StringIO())
+    show(Run(ENVIRONMENT, [row("gdn", (512, 1), None, "fla", error="expected [b] and [/b], found x[red]")]), out)
+    assert "expected [b] and [/b], found x[red]" in out.export_text()
 
 
 def test_the_page_has_the_run_and_every_table(tmp_path):
@@ -97,7 +109,7 @@ def test_the_page_has_the_run_and_every_table(tmp_path):
 
 def test_the_plot_is_a_picture(tmp_path):
     path = tmp_path / "a.png"
-    draw(example().rows, path)
+    draw([example()], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -105,7 +117,7 @@ def test_the_plot_shows_the_replays_by_contestant(monkeypatch, tmp_path):
     from matplotlib.figure import Figure
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    draw(example().rows, tmp_path / "a.png")
+    draw([example()], tmp_path / "a.png")
     forward, both = figures[0].axes
     assert (forward.get_title(), both.get_title()) == ("gdn, forward", "gdn, forward+backward")
     assert [bar.get_height() for container in forward.containers for bar in container] == [30.0, 120.0, 360.0]
@@ -114,5 +126,6 @@ def test_the_plot_shows_the_replays_by_contestant(monkeypatch, tmp_path):
 
 
 def test_nothing_to_draw_is_told(tmp_path):
+    rows = [row for row in example().rows if row.key.section != "gdn"]
     with pytest.raises(ValueError, match="expected graph replays of an op"):
-        draw([row for row in example().rows if row.key.section != "gdn"], tmp_path / "a.png")
+        draw([Run(ENVIRONMENT, rows)], tmp_path / "a.png")

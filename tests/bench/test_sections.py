@@ -119,7 +119,7 @@ def test_a_training_step_learns(device):
 def test_a_fresh_process_is_timed_twice_over_one_cache(setting, monkeypatch):
     caches = []
 
-    def seconds(kind, device, cache):
+    def seconds(kind, setting, cache):
         from pathlib import Path
         caches.append((cache, list(Path(cache).iterdir())))
         Path(cache, "kernel").touch()
@@ -131,13 +131,23 @@ def test_a_fresh_process_is_timed_twice_over_one_cache(setting, monkeypatch):
     assert caches[0][0] == caches[1][0] and caches[0][1] == [] and len(caches[1][1]) == 1
 
 
-def test_a_fresh_process_captures_and_replays(device, tmp_path):
-    assert 0 < cold._seconds_of_process(LAYERS[0], device, str(tmp_path)) < 600
+def test_a_fresh_process_captures_and_replays(setting, tmp_path):
+    assert 0 < cold._seconds_of_process(LAYERS[0], setting, str(tmp_path)) < 600
 
 
-def test_a_fresh_process_that_fails_says_why(device, tmp_path):
+def test_a_fresh_process_that_fails_says_why(setting, tmp_path):
     with pytest.raises(RuntimeError, match="the fresh process failed.*StopIteration"):
-        cold._seconds_of_process(replace(LAYERS[0], name="Nothing"), device, str(tmp_path))
+        cold._seconds_of_process(replace(LAYERS[0], name="Nothing"), setting, str(tmp_path))
+
+
+def test_a_fresh_process_has_the_settings_sizes(device, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(cold, "first_replay", lambda *given: seen.append(given) or 1.5)
+    cold.main("GatedDeltaNet", str(device), "[20, 2]", '{"H": 3, "hidden": 48}')
+    (kind, where, shape, sizes), = seen
+    assert kind is LAYERS[0] and where == device and shape == (20, 2)
+    assert (sizes.H, sizes.hidden) == (3, 48)
+    assert capsys.readouterr().out == '{"seconds": 1.5}\n'
 
 
 def test_ragged_batches_fill_from_an_eighth_of_the_tier_to_all():

@@ -4,7 +4,7 @@ import pytest
 
 from graphlin.__main__ import main
 from graphlin.backends import LaunchRecord
-from graphlin.bench import tune, tune_command
+from graphlin.bench import arguments, tune, tune_command
 from graphlin.bench.candidates import candidates
 from graphlin.bench.results import Sample, load
 from graphlin.bench.tune import Found, Timed, Tuning, best_overall
@@ -86,14 +86,13 @@ def test_the_best_over_several_shapes_has_the_least_mean_ratio():
 @pytest.fixture
 def tiny_command(monkeypatch, device):
     monkeypatch.setattr(tune_command, "best_device", lambda: device)
-    monkeypatch.setattr(tune_command, "scale_of", lambda device: TINY)
+    monkeypatch.setattr(arguments, "scale_of", lambda device: TINY)
     monkeypatch.setattr(tune_command, "compilations", lambda *_: [])
 
 
 def test_the_command_prints_and_saves_the_records(tiny_command, tmp_path, capsys):
     path = tmp_path / "tuned.json"
-    arguments = ["tune", "--only", "conv", "--kernels", "conv_forward", "--try", "BD=16,32", "--json", str(path)]
-    assert main(arguments) == 0
+    assert main(["tune", "--only", "conv", "--kernels", "conv_forward", "--try", "BD=16,32", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     assert "conv_forward in conv: 2 candidates, 0 uses failed" in out and "present" in out and "BD=16" in out
     rows = load(path).rows
@@ -108,12 +107,12 @@ def test_a_kernel_that_no_op_launches_is_named(tiny_command, capsys):
     assert "conv launch no gdn_prep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
+@pytest.mark.parametrize(("given", "message"), [
     (["--only", "mamba"], "--only: expected some of gdn, kda, conv, found mamba"),
     (["--json", "nowhere/a.json"], "--json: expected a file in a directory that exists"),
 ])
-def test_wrong_arguments_are_one_line_and_status_2(capsys, arguments, message):
-    assert main(["tune", *arguments]) == 2
+def test_wrong_arguments_are_one_line_and_status_2(capsys, given, message):
+    assert main(["tune", *given]) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
 

@@ -27,7 +27,6 @@ def compiling(device, monkeypatch):
     peer = Peer("peer", (), {"conv": lambda: (noting("eager"), noting("graphed"))})
     monkeypatch.setitem(PEERS, "peer", peer)
     monkeypatch.setattr(Clock, "on_device", True)
-    monkeypatch.setattr(warm_up, "scale_of", lambda device: TINY)
     return Setting(device, TINY, peers=(peer,)), ran
 
 
