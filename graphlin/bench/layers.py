@@ -10,7 +10,7 @@ from torch import nn
 
 import graphlin
 from graphlin.bench.kernel_times import kernel_microseconds
-from graphlin.bench.peers import check_alike, describe
+from graphlin.bench.peers import PEERS, check_alike, describe
 from graphlin.bench.problems import Sizes, random_cuts
 from graphlin.bench.results import CAPTURED, DIRECTIONS, EAGER, FORWARD, KERNELS, OURS, REPLAY, Key, Row
 from graphlin.bench.setting import Job, Setting
@@ -101,7 +101,7 @@ def _output(returned: torch.Tensor | tuple) -> torch.Tensor:
 
 
 def _peer_work(setting: Setting, kind: LayerKind, layer: nn.Module, call: LayerCall, direction: str) -> dict:
-    if "fla" not in [peer.name for peer in setting.peers]:
+    if PEERS["fla"] not in setting.peers:
         return {}
     work = call.work(kind.build_peer(layer, setting.scale.sizes, setting.device), direction)
     found, expected = work(), call.work(layer, direction)()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphlin.bench.arguments import (
@@ -101,7 +102,7 @@ def _rows(found: Found) -> list[Row]:
 
 def _show(run: Run, found: list[Found], out: Console) -> None:
     for line in headline(run):
-        out.print(line, highlight=False)
+        out.print(line, highlight=False, markup=False)
     for op, kernel in dict.fromkeys((each.op, each.kernel) for each in found):
         chosen = [each for each in found if (each.op, each.kernel) == (op, kernel)]
         table = Table("T, N", "microseconds", "of present", "record")
@@ -115,7 +116,7 @@ def _show(run: Run, found: list[Found], out: Console) -> None:
         record, gain = best_overall(chosen)
         failed = sum(t.error is not None for each in chosen for t in each.all)
         out.print(f"\n[bold]{kernel}[/] in {op}: {len(chosen[0].all)} candidates, {failed} uses failed", table,
-                      f"over these shapes best: {describe_record(record)} at {gain:.2f} of the present", sep="\n",
+                      f"over these shapes best, at {gain:.2f} of the present: {escape(repr(record))}", sep="\n",
                       highlight=False)
 
 

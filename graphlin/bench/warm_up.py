@@ -25,14 +25,15 @@ def compilations(setting: Setting, sections: Collection[str]) -> list[Callable[[
     """Calls that compile what the sections launch, each to be made in a process of its own; none for a CPU."""
     if not setting.clock.on_device:
         return []
-    peers, where = [peer.name for peer in setting.peers], (setting.scale, str(setting.device))
+    where = setting.scale, str(setting.device)
     ops = [op for op in PROBLEMS if {op, "stages", "underfilled"} & set(sections)]
     calls = [partial(_compile_op, op, None, "eager", (_SMALL,), *where) for op in ops]
-    calls += [partial(_compile_op, op, peer, form, tuple(setting.shapes_of(op)), *where)
-              for op in ops if op in sections for peer in peers for form in _FORMS if op in PEERS[peer].ops]
+    calls += [partial(_compile_op, op, peer.name, form, tuple(setting.shapes_of(op)), *where)
+              for op in ops if op in sections for peer in setting.peers if op in peer.ops
+              for form in (_FORMS if op in peer.tiered else _FORMS[:1])]
     if {"layers", "ladder"} & set(sections):
         calls += [partial(_compile_layer, kind, None, *where) for kind in range(len(LAYERS))]
-    if "layers" in sections and "fla" in peers:
+    if "layers" in sections and PEERS["fla"] in setting.peers:
         calls += [partial(_compile_layer, kind, "fla", *where) for kind in range(len(LAYERS))]
     if "model" in sections:
         calls += [partial(_compile_model, mixer, *where) for mixer in MIXERS]

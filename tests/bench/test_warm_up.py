@@ -24,7 +24,7 @@ def compiling(device, monkeypatch):
             return OUR_OPS["conv"](**arguments)
         return op
 
-    peer = Peer("peer", (), {"conv": lambda: (noting("eager"), noting("graphed"))})
+    peer = Peer("peer", (), {"conv": lambda: (noting("eager"), noting("graphed"))}, tiered=("conv",))
     monkeypatch.setitem(PEERS, "peer", peer)
     monkeypatch.setattr(Clock, "on_device", True)
     return Setting(device, TINY, peers=(peer,)), ran
@@ -37,6 +37,9 @@ def test_nothing_is_compiled_for_a_cpu():
 def test_each_op_contestant_and_form_is_one_call(compiling):
     setting, _ = compiling
     assert len(compilations(setting, ["conv"])) == 1 + 2
+    fla = Setting(setting.device, TINY, peers=(PEERS["fla"],))
+    assert len(compilations(fla, ["gdn", "kda"])) == 2 + 1 + 2      # of gdn it has one form
+    assert len(compilations(fla, ["layers"])) == 2 + 2
     assert len(compilations(setting, ["gdn", "stages"])) == 3       # the peer has no gdn; stages has all ops, and no peer
     assert len(compilations(setting, ["layers"])) == len(compilations(setting, ["ladder"])) == 2
     assert len(compilations(setting, ["model"])) == 2
