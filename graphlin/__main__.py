@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 # Each module has HELP, add_arguments(parser) and run(arguments) -> exit status.
-COMMANDS = {"demo": "graphlin.demo.command"}
+COMMANDS = {"demo": "graphlin.demo.command", "bench": "graphlin.bench.command", "tune": "graphlin.bench.tune_command"}
 
 
 def main(argv: list[str] | None = None) -> int:
