@@ -7,7 +7,8 @@ from importlib import import_module
 import graphlin
 
 # Each module has HELP, add_arguments(parser) and run(arguments) -> exit status.
-COMMANDS = {"demo": "graphlin.demo.command", "price": "graphlin.commands.price", "verify": "graphlin.commands.verify"}
+COMMANDS = {"demo": "graphlin.demo.command", "price": "graphlin.commands.price", "verify": "graphlin.commands.verify",
+            "bench": "graphlin.bench.command", "tune": "graphlin.bench.tune_command"}
 
 
 def main(argv: list[str] | None = None) -> int:

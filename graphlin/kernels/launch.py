@@ -22,11 +22,11 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
             return
 
 
-def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, BT: int = 64,
+def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, R: int = 1, BT: int = 64,
                dtype: torch.dtype = torch.float32) -> LaunchRecord:
     """The launch record of a kernel, by name, for this device and problem."""
     backend = get_backend(device)
-    return backend.launch_record(kernel, arch=backend.arch(device), K=K, V=V, BT=BT, dtype=dtype)
+    return backend.launch_record(kernel, arch=backend.arch(device), K=K, V=V, R=R, BT=BT, dtype=dtype)
 
 
 def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
