@@ -16,7 +16,7 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3"), num_warps=2 if arch == "sm_90" else 4)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", BI=16), num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
@@ -49,7 +49,7 @@ def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 def _kda_prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), PREC_INV="tf32x3"))
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), PREC_INV="tf32x3", BI=16, PAIRWISE=False))
 
 
 def _kda_inter(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
@@ -59,7 +59,7 @@ def _kda_inter(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 def _kda_intra(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if dtype == torch.float32 else 64), REV_SCAN=True), num_warps=8)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if dtype == torch.float32 else 128), REV_SCAN=True, PAIRWISE=False))
 
 
 def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:

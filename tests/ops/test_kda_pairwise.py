@@ -1,0 +1,56 @@
+"""Kimi Delta Attention with either form of its diagonal blocks, which the launch record chooses: PAIRWISE or anchored."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphlin.backends import get_backend
+from tests.inputs import KDA, gdn_inputs
+from tests.ops.standard_check import standard_check
+
+PAIRED = {"kda_prep", "kda_intra_gradients"}
+
+
+@pytest.fixture(params=[True, False], ids=["pairwise", "anchored"])
+def form(request, device, monkeypatch) -> bool:
+    """Whether the records under test ask for pairwise blocks; the first of both must have been launched so."""
+    backend, launched = get_backend(device), set()
+    launch_record, launch = backend.launch_record, backend.launch
+
+    def changed_record(kernel, **problem):
+        record = launch_record(kernel, **problem)
+        return replace(record, tiles={**record.tiles, "PAIRWISE": request.param}) if kernel in PAIRED else record
+
+    def noted(kernel, grid, args, constexprs, record):
+        launched.add((kernel.fn.__name__, record.tiles.get("PAIRWISE")))
+        launch(kernel, grid, args, constexprs, record)
+
+    monkeypatch.setattr(backend, "launch_record", changed_record)
+    monkeypatch.setattr(backend, "launch", noted)
+    yield request.param
+    assert ("kda_prep", request.param) in launched and ("kda_prep", not request.param) not in launched
+
+
+@pytest.mark.parametrize("problem", [
+    KDA(lengths=(21, 0, 33), HV=2, chunk_size=64, gate="raw_bias", beta="twice_sigmoid"),
+    KDA(lengths=(70,), HV=1, chunk_size=64, decay="masked"),
+    KDA(lengths=(40,), HV=1, K=24, chunk_size=32, decay="strong"),
+    KDA(lengths=(35, 5), HV=1, chunk_size=16, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(64,), HV=1, chunk_size=64, gate="raw", dtype=torch.bfloat16),
+    KDA(lengths=(64,), HV=1, chunk_size=64, decay=-20., dtype=torch.float16),
+], ids=str)
+def test_values_and_gradients(device, form, problem):
+    standard_check(problem, device)
+
+
+def test_a_row_follows_from_those_before_it(device, form):
+    """Other values in the last rows of a block, its gates among them, change no bit of the rows before."""
+    problem = KDA(lengths=(30,), HV=1, chunk_size=32, states="none")
+    inputs, others = gdn_inputs(problem, device), gdn_inputs(problem, device, seed=1)
+    expected, _ = problem.op(**inputs, **problem.op_options)
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, 13:] = others[name][:, 13:]
+    actual, _ = problem.op(**inputs, **problem.op_options)
+    assert torch.equal(actual[:, :13], expected[:, :13])
+    assert not torch.equal(actual[:, 13:], expected[:, 13:])
