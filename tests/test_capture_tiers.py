@@ -77,7 +77,8 @@ class Totals(nn.Module):
 def test_a_tier_zeroes_what_a_larger_one_left_two_calls_before(device):
     graphed = capture(Totals().to(device), TIERS, num_warmup_iters=1)
     for lengths in ((24,), (3,), (17, 2), (6, 6, 6, 6), (2,), (9, 0, 1), (20,), (5, 5, 5, 5)):
-        (x, cu), state = pack(lengths, device, requires_grad=True), torch.randn(len(lengths), 8, device=device, requires_grad=True)
+        x, cu = pack(lengths, device, requires_grad=True)
+        state = torch.randn(len(lengths), 8, device=device, requires_grad=True)
         found, expected = graphed(x, cu, state), graphed.block(x, cu, state)
         weight = torch.randn_like(expected)
         assert_equal([found, *torch.autograd.grad(found, [x, state], weight)],
