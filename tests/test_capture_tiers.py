@@ -67,6 +67,25 @@ def test_nan_in_slack_and_rows_that_a_larger_tier_left_change_nothing(device):
     captured(graphed, 6, backwards=6)
 
 
+class Totals(nn.Module):
+    """Reads all rows and states that there are."""
+
+    def forward(self, x, cu_seqlens, initial_state):
+        return x + x.sum(1, keepdim=True) + initial_state.sum(0)
+
+
+def test_a_tier_zeroes_what_a_larger_one_left_two_calls_before(device):
+    graphed = capture(Totals().to(device), TIERS, num_warmup_iters=1)
+    for lengths in ((24,), (3,), (17, 2), (6, 6, 6, 6), (2,), (9, 0, 1), (20,), (5, 5, 5, 5)):
+        x, cu = pack(lengths, device, requires_grad=True)
+        state = torch.randn(len(lengths), 8, device=device, requires_grad=True)
+        found, expected = graphed(x, cu, state), graphed.block(x, cu, state)
+        weight = torch.randn_like(expected)
+        assert_equal([found, *torch.autograd.grad(found, [x, state], weight)],
+                     [expected, *torch.autograd.grad(expected, [x, state], weight)])
+    captured(graphed, 8, backwards=8)
+
+
 def test_states_and_lengths_of_either_integer_share_the_tiers(device):
     graphed = capture(StateMixer().to(device), TIERS, num_warmup_iters=1)
     for i, lengths in enumerate(PACKS):
