@@ -91,8 +91,9 @@ def price(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence =
         TypeError, ValueError: naming the argument.
         CaptureError: HostSync, or UnsupportedModule, where the block could not be captured; UnsupportedModule too where it
             can't run without memory, such as with kernels of its own that are no custom ops.
+        BackendUnavailable: no backend serves the block's device in this process.
 
-    >>> layer = graphlin.layers.GatedDeltaNet(hidden_size=2048, head_dim=128, num_heads=16, device="meta")
+    >>> layer = graphlin.layers.GatedDeltaNet(hidden_size=2048, head_dim=128, num_heads=16).to("meta")
     >>> print(graphlin.price(layer, graphlin.Tier(4096, 32)))
     """
     from graphlin.capture import capture  # which asks for prices itself, for its budget

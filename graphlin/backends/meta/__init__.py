@@ -54,8 +54,8 @@ class MetaBackend:
     def num_cores(self, device: torch.device) -> int:
         return 132
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+    def launch_record(self, kernel: str, **problem: Any) -> LaunchRecord:
+        return launch_record(kernel, **problem)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         return None
