@@ -132,6 +132,15 @@ def test_one_wrong_tier_of_one_slot_is_named(device, rung):
     assert all(line.endswith(f"({where}, slot 1)") for line in report.mismatches)
 
 
+def test_gradients_of_inactive_rows_count_on_neither_side(device):
+    class RowWise(nn.Sequential):
+        def forward(self, x, cu_seqlens):
+            return super().forward(x)
+    graphed = capture(RowWise(nn.Linear(8, 8)).to(device), TIER)
+    report = verify(graphed, *pack((5, 3), device, slack=4, poison=0.0, requires_grad=True))
+    assert report.ok and report.tokens == 12, str(report)
+
+
 def test_dropout_is_compared_at_the_tiers_shapes_alone(device):
     graphed = capture(Mixer(dropout=0.5).to(device), TIER)
     x, cu = pack((5, 3), device, requires_grad=True)
