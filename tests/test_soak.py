@@ -58,7 +58,7 @@ def run_soak(soak, device):
             wrong = [n for n, (f, e) in enumerate(zip(found, expected, strict=True)) if not torch.equal(f, e)]
             assert not wrong, f"call {i}, lengths {lengths} with {slack} more rows, {tier}: results {wrong} differ from eager"
             del expected
-        del found
+        del found, x, cu, weight
         if i in (soak.calls // 4, soak.calls - 1):             # all modes and tiers are captured by then, caches are full
             memory.append(held(device))
     return graphed, over, memory
