@@ -20,6 +20,7 @@ from graphlin.errors import (
 )
 from graphlin.graphed import GraphedBlock
 from graphlin.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_local_cumsum, prepare_chunk_indices
+from graphlin.price import Price, price
 from graphlin.tier import Tier, ladder
 from graphlin.verify import verify
 
@@ -32,6 +33,7 @@ __all__ = [
     "GraphedBlock",
     "GraphlinError",
     "HostSync",
+    "Price",
     "ReplayError",
     "Resource",
     "SlotInUse",
@@ -49,6 +51,7 @@ __all__ = [
     "ladder",
     "layers",
     "prepare_chunk_indices",
+    "price",
     "register_backend",
     "verify",
 ]

@@ -18,7 +18,8 @@ from graphlin.tier import Tier, largest_first
 def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence = (),
             sample_kwargs: Mapping[str, Any] | None = None, *, dims: Dims | None = None, slots: int = 1,
             num_warmup_iters: int = 3, allow_unused_input: bool = False, fallback: str = "eager",
-            max_padding: float | None = None, copy_outputs: bool = True, backend: GraphBackend | None = None) -> GraphedBlock:
+            max_padding: float | None = None, budget: int | None = None, copy_outputs: bool = True,
+            backend: GraphBackend | None = None) -> GraphedBlock:
     """Wraps a block so that its calls are replayed from device graphs, forward and backward.
 
     A call of at most `tier.tokens` tokens in `tier.seqs` sequences is copied into static buffers (active rows only) and
@@ -45,6 +46,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
         max_padding: largest part of the tier's rows, in [0, 1), that may lie after a call's last one; a call that fills less
             runs eagerly (TierUnderflow). Default: no limit.
         fallback: "eager" runs a call that can't be replayed eagerly and counts it; "raise" raises its ReplayError.
+        budget: bytes that the graphs may hold, pools and static tensors of all slots together. A mode whose price
+            (`graphlin.price`) would pass it is refused before it is captured. Default: no limit.
         copy_outputs: False returns views of the static outputs, which the slot's next replay overwrites; each mode and tier
             then has outputs of its own.
         backend: what records the graphs; default: that of the block's device. Kernels inside are launched by the
@@ -60,7 +63,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     >>> graphed(x, cu_seqlens=cu).sum().backward()
     """
     tiers = _check_tiers(tier)
-    _check_options(block, slots, num_warmup_iters, fallback, max_padding)
+    _check_options(block, slots, num_warmup_iters, fallback, max_padding, budget)
     _check_chunk_sizes(block, tiers[0].chunk_size)
     check_block(block)
     check_dims(dims, Signature(block).names)
@@ -68,7 +71,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     has_sample = bool(args or kwargs)
     recorder = partial(record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input, copy_outputs=copy_outputs)
     graphed = GraphedBlock(block, tiers, recorder, dims=dims, slots=slots, fallback=fallback, max_padding=max_padding,
-                           backend=backend)
+                           budget=budget, backend=backend)
     if has_sample or any(True for _ in block.parameters()):
         graphed.find_backend(args, kwargs)
     if has_sample:
@@ -86,7 +89,8 @@ def _check_tiers(tier: Tier | Sequence[Tier]) -> tuple[Tier, ...]:
     return largest_first(tiers)
 
 
-def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback: str, max_padding: float | None) -> None:
+def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback: str, max_padding: float | None,
+                   budget: int | None) -> None:
     if not isinstance(block, nn.Module):
         raise TypeError(f"block: expected a torch.nn.Module, found {type(block).__name__}; wrap a function in a module")
     if fallback not in ("eager", "raise"):
@@ -96,6 +100,8 @@ def _check_options(block: nn.Module, slots: int, num_warmup_iters: int, fallback
             raise ValueError(f"{name}: expected an int of at least {least}, found {value!r}")
     if max_padding is not None and not (isinstance(max_padding, int | float) and 0 <= max_padding < 1):
         raise ValueError(f"max_padding: expected a part of the tier's rows in [0, 1), or None, found {max_padding!r}")
+    if budget is not None and (not isinstance(budget, int) or budget < 0):
+        raise ValueError(f"budget: expected a number of bytes, an int of at least 0, or None, found {budget!r}")
 
 
 def _check_chunk_sizes(block: nn.Module, chunk_size: int) -> None:

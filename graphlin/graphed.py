@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverf
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.modes import Call, Key, Mode
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
+from graphlin.price import Price, check_budget
+from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
 from graphlin.replay import Pair, Run, replay_with_grad
 from graphlin.slots import Held, Slot
 from graphlin.tier import Tier
@@ -65,7 +68,7 @@ class GraphedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, tiers: Sequence[Tier],
                  record: Callable[["GraphedBlock", Slot, Call, bool], tuple[Pair, ...]], *, dims: Dims | None, slots: int,
-                 fallback: str, max_padding: float | None, backend: GraphBackend | None) -> None:
+                 fallback: str, max_padding: float | None, budget: int | None, backend: GraphBackend | None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
@@ -75,6 +78,7 @@ class GraphedBlock(nn.Module):
         self._num_slots = slots
         self._fallback = fallback
         self._max_padding = max_padding
+        self._budget = budget
         self._accepts_modes = True
         self._known: set[Key] = set()
         self._start()
@@ -177,7 +181,7 @@ class GraphedBlock(nn.Module):
                    grad,
                    tuple([module.training for module in self._watch.modules]),
                    tuple([p.requires_grad for p in self._watch.params]) if grad else None,
-                   torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+                   autocast_dtype(kind))
 
     def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
         held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)
@@ -219,7 +223,8 @@ class GraphedBlock(nn.Module):
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
         tiers = self.tiers if layout.varies else self.tiers[:1]
-        return Mode(layout, structure, tiers, bool(grad_leaves or grad_params), grad_leaves, grad_params)
+        specimen = Specimen.of(self.block, *self.signature.arguments(rebuild(structure, leaves)), device)
+        return Mode(layout, structure, tiers, bool(grad_leaves or grad_params), grad_leaves, grad_params, specimen)
 
     @contextmanager
     def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
@@ -258,6 +263,9 @@ class GraphedBlock(nn.Module):
 
     def _capture(self, call: Call, slot: Slot) -> tuple[Pair, ...]:
         """Captures the mode in this slot and in every other one that is free; after a failure in none."""
+        if self._budget is not None and call.mode not in self._modes.values():
+            specimens = [*self._specimens(), call.mode.specimen]
+            check_budget(self._budget, self.tiers, lambda tiers: self.quote(specimens, slot.device, tiers))
         pairs = call.mode.pairs
         slots = [slot, *[s for s in self._slots if not s.busy and s not in pairs]]
         try:
@@ -344,6 +352,30 @@ class GraphedBlock(nn.Module):
     def held_bytes(self) -> int:
         """Bytes of the pools and static tensors that the captured graphs hold."""
         return sum(self.backend.pool_bytes(slot.pool, slot.device) + slot.static_bytes() for slot in self._slots)
+
+    @property
+    def price(self) -> Price:
+        """What the captured modes were to hold, from a rehearsal of their captures; see `graphlin.price`."""
+        return self.quote(self._specimens(), self._slots[0].device) if self._slots else Price((), self._num_slots)
+
+    def quote_call(self, args: tuple, kwargs: dict) -> Price:
+        """The price of capturing one call, in the current mode."""
+        self.find_backend(args, kwargs)
+        device = first_device(self.block, args, kwargs)
+        return self.quote([Specimen.of(self.block, args, kwargs, device)], device)
+
+    def quote(self, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier] | None = None) -> Price:
+        """The price of capturing these calls, at all tiers or at those given."""
+        return Price(tuple(rehearse(self, specimens, device, self.tiers if tiers is None else tiers)), self._num_slots)
+
+    def twin(self, block: nn.Module, tiers: Sequence[Tier], backend: GraphBackend,
+             observe: Callable[[Callable[..., tuple[Pair, ...]]], Callable[..., tuple[Pair, ...]]]) -> "GraphedBlock":
+        """What rehearses captures of this one: over another block and backend, in one slot, each capture observed."""
+        return GraphedBlock(block, tiers, observe(partial(self._record, rehearsal=True)), dims=self._dims, slots=1,
+                            fallback="raise", max_padding=None, budget=None, backend=backend)
+
+    def _specimens(self) -> list[Specimen]:
+        return [mode.specimen for mode in dict.fromkeys(self._modes.values())]
 
     def reset(self) -> None:
         """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.

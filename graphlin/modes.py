@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from graphlin.packing import Layout, Role, Structure
+from graphlin.rehearsal import Specimen
 from graphlin.replay import Pair
 from graphlin.slots import Slot
 from graphlin.tier import Tier
@@ -50,6 +51,7 @@ class Mode:
     needs_grad: bool
     grad_leaves: tuple[int, ...]
     grad_params: tuple[nn.Parameter, ...]
+    specimen: Specimen
     pairs: dict[Slot, tuple[Pair, ...]] = field(default_factory=dict)
     output_roles: list[tuple[Role, ...]] | None = None
 

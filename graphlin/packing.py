@@ -61,9 +61,14 @@ class Signature:
             values[place] = kwargs[name]
         return values
 
-    def call(self, block: nn.Module, values: Sequence) -> Any:
+    def arguments(self, values: Sequence) -> tuple[tuple, dict[str, Any]]:
+        """The inverse of `bind`: positional and keyword arguments of a call."""
         bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.names, values, strict=True)))
-        return block(*bound.args, **bound.kwargs)
+        return bound.args, bound.kwargs
+
+    def call(self, block: nn.Module, values: Sequence) -> Any:
+        args, kwargs = self.arguments(values)
+        return block(*args, **kwargs)
 
 
 class Nested(NamedTuple):

@@ -24,15 +24,20 @@ from graphlin.tier import Tier
 
 
 def record(graphed: GraphedBlock, slot: Slot, call: Call, warm_up: bool, *, num_warmup_iters: int, allow_unused: bool,
-           copy_outputs: bool) -> tuple[Pair, ...]:
-    """Warms up and records every tier of one mode in one slot, the largest first; after a failure nothing of it is left."""
+           copy_outputs: bool, rehearsal: bool = False) -> tuple[Pair, ...]:
+    """Warms up and records every tier of one mode in one slot, the largest first; after a failure nothing of it is left.
+
+    A rehearsal, on tensors without memory, needs no warm-up and disturbs nothing.
+    """
     check_block(graphed.block, slot.device)
     graphs: list[Graph] = []
-    with (_out_of_memory_typed(), _undisturbed(graphed.block, slot.device),
+    # cuBLAS keeps a workspace for each stream: one that is made in a capture would lie in its pool, and outlive it.
+    iterations = num_warmup_iters if warm_up else 0 if slot.held else min(1, num_warmup_iters)
+    with (_out_of_memory_typed(), nullcontext() if rehearsal else _undisturbed(graphed.block, slot.device),
           _fresh_leaves(graphed.block, call.mode.grad_params) as leaves, inlining()):
         try:
             return tuple([_Recording(graphed, slot, call, tier, leaves, graphs, allow_unused, copy_outputs).run(
-                num_warmup_iters if warm_up else 0) for tier in call.mode.tiers])
+                0 if rehearsal else iterations) for tier in call.mode.tiers])
         except BaseException:
             for graph in graphs:
                 graph.reset()
@@ -217,7 +222,9 @@ class _Recording:
         """Gradients of the inputs that require them, then of the parameters; autocast is for forwards only."""
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
-        with torch.autocast(self.device.type, enabled=False), _recomputation_refused(self.graphed.block):
+        kind = self.device.type
+        uncast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with uncast, _recomputation_refused(self.graphed.block):
             return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

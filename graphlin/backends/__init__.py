@@ -4,12 +4,13 @@ from importlib import import_module
 
 import torch
 
-from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord
+from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord, PoolModel
 from graphlin.errors import BackendUnavailable
 
-__all__ = ["Graph", "GraphBackend", "LaunchRecord", "get_backend", "register_backend"]
+__all__ = ["Graph", "GraphBackend", "LaunchRecord", "PoolModel", "get_backend", "register_backend"]
 
-_BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend")}
+_BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend"),
+             "meta": ("graphlin.backends.meta", "MetaBackend")}
 _backends: dict[str, GraphBackend] = {}
 _available: dict[str, GraphBackend] = {}  # those that said they can run: not asked again at each launch
 

@@ -17,22 +17,17 @@ MIN_LOG_DECAY = tl.constexpr(-32.0)
 
 
 @triton.jit
-def exp(x):
-    """`e^x` by the device's power of two, which unlike tl.exp spends nothing on denormal results."""
-    return tl.exp2(x * LOG2E)
-
-
-@triton.jit
 def softplus(x):
-    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away: a large rate may multiply it."""
-    e = exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log2(1.0 + e) * (1.0 / LOG2E))
+    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away. A rate of up to e^80 may multiply
+    it, so that denormal results count."""
+    e = tl.exp(-tl.abs(x))
+    return tl.maximum(x, 0.0) + tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
 
 
 @triton.jit
 def sigmoid(x):
-    """`1 / (1 + exp(-x))` without overflow."""
-    e = exp(-tl.abs(x))
+    """`1 / (1 + exp(-x))` without overflow; denormal results count as in softplus."""
+    e = tl.exp(-tl.abs(x))
     r = 1.0 / (1.0 + e)
     return tl.where(x >= 0, r, e * r)
 
@@ -42,7 +37,7 @@ def decay_rate(A_log, i_hv):
     """`exp(A_log)` of a head, 1 without A_log. Bounded, so that no infinite rate meets a gate of 0."""
     rate = 1.0
     if A_log is not None:
-        rate = exp(tl.minimum(tl.load(A_log + i_hv).to(tl.float32), MAX_A_LOG))
+        rate = tl.exp(tl.minimum(tl.load(A_log + i_hv).to(tl.float32), MAX_A_LOG))
     return rate
 
 

@@ -257,7 +257,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     """dq, dk, dg, dbeta like their inputs, and the partials of dA_log, ddt_bias `[NT, 2, HV]` by chunk (None without gate)."""
     (H, K), (HV, V), BT, NS = q.shape[2:], do.shape[2:], packing.BT, packing.NS
     pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
-    states = record_for("gdn_state_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
+    states = record_for("gdn_state_gradients", q.device, K=K, V=V, R=HV // H, BT=BT, dtype=q.dtype)
     finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     BK = states.tiles["BK"]
     NK = -(-K // BK)

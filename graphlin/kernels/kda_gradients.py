@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, the gradients of q, k, g and beta, in two or three launches.
+"""Kimi Delta Attention, the gradients of q, k, g and beta, in three launches.
 
 inter: what needs no decay. F = tril(dO Eᵀ), W = -stril(dV Eᵀ), T1 = E Rᵀ, T2 = dO Sᵀ, T3 = dV Sᵀ and Σ_v S∘R.
 intra (kda_intra): tiles of channels. With y = β∘k and Γ_ijd = 2^(G_id - G_jd), gradients of q, of k as a reader (ρ) and as a
@@ -6,8 +6,7 @@ writer (κ):
     dq = s (2^G∘T2 + Σ_j F_ij y_j Γ_ij),   ρ = -2^G∘T3 + Σ_j W_ij y_j Γ_ij,
     κ = 2^(G_C-G)∘T1 + Σ_i (s F_ij q_i + W_ij k_i) Γ_ij,   dk = ρ + β∘κ,   dβ = k·κ
     dg_t = Σ_{i>=t} a_i + Σ_{j<t} y_j∘2^(G_C-G_j)∘T1_j + 2^(G_C)∘Σ_v S∘R,   a = q∘dq + k∘ρ - y∘κ of the pairs and q, k's T terms
-finish: sums over the value heads of a key head and over tiles of channels, where there are several, and the l2 norm's and the
-sigmoid's own gradients.
+finish: sums over the value heads of a key head and over tiles of channels, and the l2 norm's and the sigmoid's own gradients.
 """
 
 import torch
@@ -122,7 +121,6 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
                             for stage in ("inter", "intra", "finish"))
     BK = intra.tiles["BK"]
     NK = -(-K // BK)
-    whole = H == HV and NK == 1
 
     def float32(*shape: int) -> torch.Tensor:
         return q.new_empty(shape, dtype=torch.float32)
@@ -130,9 +128,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     fw, ts, sr = q.new_empty(NS, HV, 2, BT, BT), q.new_empty(NS, HV, 3, BT, K), float32(NS, HV, K)
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = float32(packing.NT, HV + HV * K) if prologue.gate else None
-    dqk = pb = pa = None
-    if not whole:
-        dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NS, HV, 2, NK * BK)
+    dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NS, HV, 2, NK * BK)
     where = (packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS)
     common = dict(HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     switches = prologue.constexprs
@@ -140,10 +136,9 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, ts, sr, *where,
            record=inter, **common, V=V)
     launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
-           work.G, work.c, work.b, work.rq, work.rk, fw, ts, sr, dg, dq, dk, dbeta, dgate, dqk, pb, pa, *where, scale,
-           prologue.lowest, lift, record=intra, **common, **switches, H=H, SAFE=safe, WHOLE=whole)
-    if not whole:
-        launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq,
-               work.rk, pb, pa, dqk, dq, dk, dbeta, dgate, *where, record=finish, **common, H=H, BK=BK, L2=switches["L2"],
-               GATE=switches["GATE"], BETA=switches["BETA"])
+           work.G, work.c, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, lift,
+           record=intra, **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=safe)
+    launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq, work.rk,
+           pb, pa, dqk, dq, dk, dbeta, dgate, *where, record=finish, **common, H=H, BK=BK, L2=switches["L2"],
+           GATE=switches["GATE"], BETA=switches["BETA"])
     return dq, dk, dg, dbeta, dgate

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, the gradients inside a chunk, and the end of those of q, k, g and beta.
+"""Kimi Delta Attention, the gradients inside a chunk.
 
 A chunk is walked through from its last block of 16 rows to its first. With c the sums of log decays (base 2) from the first row
 of a row's block and T those of whole blocks, a reader i of block I and a writer j of an earlier block J meet at J's end:
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, row_mask, sequence, zero_rows
-from graphlin.kernels.gates import decay_rate, gate_gradients, load_channel_gates, rate_gradient, strength_gradient
+from graphlin.kernels.gates import decay_rate, gate_gradients, load_channel_gates
 from graphlin.kernels.kda_anchors import level_decay, level_pairs
 from graphlin.kernels.kda_pairwise import pairwise_gradients
 
@@ -153,24 +153,10 @@ def _log_decay_gradient(b_a, b_w, b_all, o_b, PREC: tl.constexpr, REV_SCAN: tl.c
 
 
 @triton.jit
-def _store_normed(x, r, dx, b_d, p_x, p_r, m_t, o_b, o_k, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                  L2: tl.constexpr):
-    """Stores dx, given the gradient of r∘x over whole rows."""
-    p = p_x + o_b[:, None] * (H * K) + o_k[None, :]
-    m = row_mask(m_t, o_k, K, BK)
-    if L2:
-        b_r = tl.load(r + p_r + o_b)[:, None]
-        b_x = tl.load(x + p, mask=m, other=0.).to(tl.float32) * b_r
-        b_d = b_r * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
-    tl.store(dx + p, b_d.to(dx.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dq, dk, dbeta, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d,
-                 i_hv, i_b, o_k, row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr,
-                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr,
-                 BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, WHOLE: tl.constexpr, PREC: tl.constexpr,
-                 REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
+def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d, i_hv, i_b,
+                 o_k, row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                 BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 SAFE: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     """Block i_b of a chunk, one tile of channels; b_all is what dg gets in all of its rows from elsewhere.
 
     Returns the sum of a, and of the terms of dA_log and ddt_bias.
@@ -201,7 +187,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dq, dk, dbeta, dqk,
 
     b_x = _product(ts, p_t + first * K, o_b, o_k, K) * b_ew * (tl.exp2(b_later) * lift)[None, :]
     b_dw += b_x + b_eye[:, None] * b_q
-    b_dbeta = tl.sum(b_k * b_dw, 1)
+    tl.store(pb + p_d + first + o_b, tl.sum(b_k * b_dw, 1))
     b_w = b_x * b_y
     b_er = b_er * (tl.exp2(b_earlier) * (1.0 / lift))[None, :]
     b_x = _product(ts, p_t + BT * K + first * K, o_b, o_k, K) * b_er
@@ -210,15 +196,9 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dq, dk, dbeta, dqk,
     b_x = _product(ts, p_t + 2 * BT * K + first * K, o_b, o_k, K) * b_er
     b_a -= b_k * b_x
     b_dr += b_b[:, None] * b_dw - b_x
-    if WHOLE:
-        _store_normed(q, rq, dq, b_dq, p_x, p_r + first, m_t, o_b, o_k, H, K, BK, L2)
-        _store_normed(k, rk, dk, b_dr, p_x, p_r + first, m_t, o_b, o_k, H, K, BK, L2)
-        tl.store(dbeta + p_d + (first + o_b) * HV, strength_gradient(b_dbeta, b_b, BETA).to(dbeta.dtype.element_ty), mask=m_t)
-    else:
-        p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
-        tl.store(p, b_dq)
-        tl.store(p + BT * NK * BK, b_dr)
-        tl.store(pb + p_d + first + o_b, b_dbeta)
+    p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
+    tl.store(p, b_dq)
+    tl.store(p + BT * NK * BK, b_dr)
 
     m_tk = row_mask(m_t, o_k, K, BK)
     p_x = p_g + first * (HV * K)
@@ -230,10 +210,9 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dq, dk, dbeta, dqk,
 
 
 @triton.jit
-def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dq, dk, dbeta, dgate, dqk, pb, pa, i_c, i_n, i_t,
-                 i_hv, i_k, cu, T, NS, scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                 BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-                 BETA: tl.constexpr, SAFE: tl.constexpr, WHOLE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
+def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS, scale,
+                 lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
                  REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -242,57 +221,41 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dq, 
     i_h = i_hv // (HV // H)
     p = slot * HV + i_hv
     o_k = i_k * BK + tl.arange(0, BK)
-    p_d = row * HV + i_hv
-    if not WHOLE:
-        p_d = (i_k * NS * HV + p) * BT
     b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
     b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
     b_da = tl.zeros([BK], dtype=tl.float32)
     b_db = tl.zeros([BK], dtype=tl.float32)
     for i in range(0, BT // 16):
         a, da, db = _intra_block(
-            q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dq, dk, dbeta, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
-            (row * HV + i_hv) * K, p * BT, p * (BT * K), p * (2 * BT * BT), p * (3 * BT * K), p * (2 * BT * NK * BK), p_d, i_hv,
-            BT // 16 - 1 - i, o_k, i_t * BT, n, b_all, decay_rate(A_log, i_hv), lower_bound, lift, scale, H, HV, K, BT, BK, NK,
-            L2, GATE, BIAS, BETA, SAFE, WHOLE, PREC, REV_SCAN, PAIRWISE)
+            q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
+            (row * HV + i_hv) * K, p * BT, p * (BT * K), p * (2 * BT * BT), p * (3 * BT * K), p * (2 * BT * NK * BK),
+            (i_k * NS * HV + p) * BT, i_hv, BT // 16 - 1 - i, o_k, i_t * BT, n, b_all, decay_rate(A_log, i_hv), lower_bound, lift,
+            scale, H, HV, K, BT, BK, NK, GATE, BIAS, SAFE, PREC, REV_SCAN, PAIRWISE)
         b_all += a
         b_da += da
         b_db += db
     if GATE > 0:
-        if WHOLE:
-            p_a = tl.cast(i_c, tl.int64) * (HV + HV * K)
-            tl.store(dgate + p_a + i_hv, rate_gradient(tl.sum(b_da, 0), A_log, i_hv))
-            tl.store(dgate + p_a + HV + i_hv * K + o_k, b_db, mask=o_k < K)
-        else:
-            p_a = p * (2 * NK * BK) + o_k
-            tl.store(pa + p_a, b_da)
-            tl.store(pa + p_a + NK * BK, b_db)
+        p_a = p * (2 * NK * BK) + o_k
+        tl.store(pa + p_a, b_da)
+        tl.store(pa + p_a + NK * BK, b_db)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dq, dk, dbeta, dgate, dqk, pb, pa, cu, chunks,
-                        N, T, NT, NTS, NS, scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                        BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-                        BETA: tl.constexpr, SAFE: tl.constexpr, WHOLE: tl.constexpr, VARLEN: tl.constexpr,
+def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS, NS,
+                        scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                        BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr,
                         PAIRWISE: tl.constexpr):
-    """Tasks (chunk, value head, K tile), grid-stride. WHOLE: every value head has a key head of its own, and the tile all of its
-    channels, so that dq, dk, dbeta and the chunk's dgate are finished here; else kda_finish_gradients sums dqk, pb, pa."""
+    """Tasks (chunk, value head, K tile), grid-stride."""
     NK: tl.constexpr = (K + BK - 1) // BK
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (HV * NK), tl.num_programs(0)):
-        i_c = i_task // (HV * NK)
-        i_n, i_t = chunk(chunks, i_c, NTS, VARLEN)
+        i_n, i_t = chunk(chunks, i_task // (HV * NK), NTS, VARLEN)
         live = True
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dq, dk, dbeta, dgate, dqk, pb, pa, i_c, i_n,
-                         i_t, (i_task // NK) % HV, i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, L2,
-                         GATE, BIAS, BETA, SAFE, WHOLE, VARLEN, PREC, REV_SCAN, PAIRWISE)
+            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NK) % HV,
+                         i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, PREC,
+                         REV_SCAN, PAIRWISE)
     if VARLEN:
-        zero_from = active_rows(cu, N, T)
-        zero_rows(dg, zero_from, T, HV * K, 1024)
-        if WHOLE:
-            zero_rows(dq, zero_from, T, H * K, 1024)
-            zero_rows(dk, zero_from, T, H * K, 1024)
-            zero_rows(dbeta, zero_from, T, HV, 1024)
+        zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)

@@ -213,8 +213,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
 def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, cu, chunks, N, T, NT, NTS, NS, scale,
              lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
              L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr,
-             VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, COPY_LHS: tl.constexpr,
-             PAIRWISE: tl.constexpr):
+             VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr,
+             BI: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     """Tasks (chunk, value head), grid-stride; the first value head of a key head stores rq and rk."""
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV, tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)

@@ -149,7 +149,7 @@ class DeltaRuleLayer(nn.Module):
         if initial_state is not None and len(initial_state) != self._num_states:
             raise ValueError(f"initial_state: expected the {self._num_states} states that this layer returns, "
                              f"found {len(initial_state)}")
-        if not torch.is_autocast_enabled(hidden_states.device.type):
+        if hidden_states.is_meta or not torch.is_autocast_enabled(hidden_states.device.type):  # which the meta device has not
             self._check_dtype(hidden_states.dtype)
 
     def _check_dtype(self, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ BASE = {"graphlin.errors", "graphlin.chunking"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
            "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
-           "graphlin.price", "graphlin.verify"}
+           "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
 DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter",
           "graphlin.backends.memory"}
 ANYTHING = None
@@ -19,6 +19,7 @@ ANYTHING = None
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.
 MAY_IMPORT = {
     "graphlin": ANYTHING,
+    "graphlin.commands": ANYTHING,
     "graphlin.demo": ANYTHING,
     "graphlin.bench": ANYTHING,
     "graphlin.errors": set(),
@@ -34,11 +35,13 @@ MAY_IMPORT = {
     "graphlin.recording": CAPTURE,
     "graphlin.capture": CAPTURE,
     "graphlin.graphed": {*CAPTURE, "graphlin.kernels.chunk_table"},
+    "graphlin.rehearsal": CAPTURE,
     "graphlin.price": CAPTURE,
     "graphlin.verify": CAPTURE,
     "graphlin.backends": BASE,
     "graphlin.backends.cuda": DEVICE,
     "graphlin.backends.host": DEVICE,
+    "graphlin.backends.meta": {*DEVICE, "graphlin.backends.cuda"},
     "graphlin.backends.npu": DEVICE,
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
@@ -48,6 +51,8 @@ MAY_IMPORT = {
 OUTSIDE = {"torch", "triton"}
 MORE_OUTSIDE = {
     "graphlin": {"rich"},
+    "graphlin.commands": {"rich"},
+    "graphlin.price": {"rich"},
     "graphlin.demo": {"rich", "matplotlib"},
     "graphlin.bench": {"rich", "matplotlib"},
     "graphlin.backends.npu": {"torch_npu"},

@@ -13,6 +13,7 @@ from graphlin.backends.diagnostics import blame
 from graphlin.backends.host import graph as host_graph
 from graphlin.backends.host.launch import run_interpreted
 from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
+from graphlin.backends.host.memory import KeepingPool
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.memory import alias
@@ -40,6 +41,9 @@ class HostBackend:
 
     def pool_bytes(self, pool: host_graph.HostPool, device: torch.device) -> int:
         return pool.nbytes()
+
+    def pool_model(self) -> KeepingPool:
+        return KeepingPool()
 
     def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """A host graph holds what it writes; tensors that do not, beside it, show who uses them after its reset."""
@@ -73,8 +77,8 @@ class HostBackend:
     def num_cores(self, device: torch.device) -> int:
         return 1
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+        return launch_record(kernel, arch=arch, K=K, V=V, R=R, BT=BT, dtype=dtype)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         variant = _variant(kernel, args, constexprs, record)

@@ -32,6 +32,6 @@ _TILES = {
 }
 
 
-def launch_record(kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+def launch_record(kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
     """The host's record of a kernel; every architecture, chunk size and dtype shares it."""
     return LaunchRecord(tiles=_TILES[kernel](K, V), waves=1)
