@@ -113,8 +113,8 @@ def test_two_hundred_calls_of_a_small_block(device):
 def test_calls_of_a_small_layer(device):
     """The kernels too, in the few programs that the interpreter has time for."""
     block = layer(GatedDeltaNet, 16, chunk_size=16, dtype=torch.float32)
-    soak = Soak(block, (Tier(32, 3, 16), Tier(16, 2, 16)), width=16, calls=10, compared=4, over=8, slots=1)
-    random.seed(1)
+    soak = Soak(block, (Tier(32, 3, 16), Tier(16, 2, 16)), width=16, calls=6, compared=5, over=4, slots=1)
+    random.seed(4)
     assert_sound(soak, *run_soak(soak, device))
 
 
