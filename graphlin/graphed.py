@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from graphlin.backends import GraphBackend, get_backend
 from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow, TierUnderflow
@@ -154,6 +155,8 @@ class GraphedBlock(nn.Module):
 
     def _read(self, args: tuple, kwargs: dict) -> Call:
         """Matches a call with its mode and tier, or raises the ReplayError that says why it can't be replayed."""
+        if forward_ad._current_level >= 0:
+            raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
         signature = self.signature
         values = signature.bind(args, kwargs)
         if signature.builds_table:

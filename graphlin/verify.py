@@ -124,21 +124,22 @@ class _Check:
 
     def run(self, pairs: dict[Slot, Sequence[Pair]]) -> None:
         own = next(iter(pairs.values()))[-1]
-        self._draw_grads(own)
+        self._grads = [self._gradient(output, _part(output, static, self.call.sizes))
+                       for output, static in zip(own.outputs, own.static_outputs, strict=True) if output.differentiable]
         at_call, _ = self._run_eagerly(own, self.call.leaves, self.call.sizes[0], self._grads, self._count)
         for slot, captured in pairs.items():
             for tier, pair in zip(self.report.tiers, captured, strict=True):
                 self._compare(pair, tier, at_call, f"{tier.tokens} x {tier.seqs}, slot {slot.index}", pair is own)
 
-    def _draw_grads(self, pair: Pair) -> None:
-        """Random gradients of the call's outputs, 0 in inactive rows, whose gradients no replay sees."""
-        differentiable = [(output, static) for output, static in zip(pair.outputs, pair.static_outputs, strict=True)
-                          if output.differentiable]
-        self._grads = [torch.randn(_part(output, static, self.call.sizes).shape, dtype=static.dtype, device=self.device)
-                       for output, static in differentiable]
-        self._copy_in(pair, _run)
-        self._grads = [_part(output, copy.static, self.call.sizes).clone()
-                       for (output, _), copy in zip(differentiable, pair.grads, strict=True)]
+    def _gradient(self, output: Output, tensor: torch.Tensor) -> torch.Tensor:
+        """A random gradient of an output, 0 in inactive rows, whose gradients a replay leaves out."""
+        grad = torch.randn(tensor.shape, dtype=tensor.dtype, device=self.device)
+        cu = self.call.mode.layout.cu
+        for role in output.roles:
+            if role.kind == "tokens" and cu is not None:
+                inactive = torch.arange(grad.shape[role.dim], device=self.device) >= self.call.leaves[cu][-1]
+                grad.movedim(role.dim, 0)[inactive] = 0
+        return grad
 
     def _compare(self, pair: Pair, tier: Tier, at_call: Results, where: str, counts: bool) -> None:
         """One replay with eager at its shapes, then with what eager gave at the call's."""

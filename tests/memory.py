@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.utils._device import _device_constructors
 
 _empty = torch.empty      # as it is outside tests
+_device_constructors()    # torch lists what `with torch.device(...)` affects once, and must see its own functions then
 
 GUARD = 4096            # elements before and after each tensor
 POISON = 0x7ffb         # in every 16 bits: a NaN in every float dtype, none that arithmetic makes, and a large integer

@@ -87,9 +87,8 @@ def test_a_mixed_stack_shares_one_table_and_equals_eager_bit_for_bit(device, cap
     assert captured_launches["delta_recurrence"] == 2
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_under_autocast_equals_eager_in_each_tier(device, layer):
-    graphed = capture(make(layer, device), [TIER, Tier(tokens=8, seqs=1, chunk_size=16)], num_warmup_iters=1)
+def test_a_layer_under_autocast_equals_eager_in_each_tier(device):
+    graphed = capture(make(GatedDeltaNet, device), [TIER, Tier(tokens=8, seqs=1, chunk_size=16)], num_warmup_iters=1)
     for lengths in ((5, 8), (7,)):
         x, cu = pack(lengths, device, width=16, requires_grad=True)
         with torch.autocast(device.type, dtype=torch.bfloat16):

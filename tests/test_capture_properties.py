@@ -86,11 +86,11 @@ def test_any_woven_calls_have_the_bits_of_eager_at_the_tiers_shapes(device, tier
 
 
 @given(tiers=tiers, tokens=st.integers(0, TOKENS + 1), seqs=st.integers(0, SEQS + 1))
-def test_the_tier_of_a_call_is_the_smallest_that_it_fits(tiers, tokens, seqs):
+def test_the_tier_of_a_call_is_the_smallest_that_it_fits(device, tiers, tokens, seqs):
     order = largest_first(tiers)
     assert set(order) == set(tiers) and len(order) == len(set(tiers))
     fits = [tier for tier in order if tier.fits(tokens, seqs)]
-    graphed = capture(Mixer(), tiers)
+    graphed = capture(Mixer().to(device), tiers)
     found = graphed.select(tokens, seqs)
     assert found == (fits[-1] if fits else None)
     assert all((found.tokens, found.seqs) <= (tier.tokens, tier.seqs) for tier in fits)

@@ -58,7 +58,7 @@ def run_soak(soak, device):
             wrong = [n for n, (f, e) in enumerate(zip(found, expected, strict=True)) if not torch.equal(f, e)]
             assert not wrong, f"call {i}, lengths {lengths} with {slack} more rows, {tier}: results {wrong} differ from eager"
             del expected
-        del found
+        del found, x, cu, weight
         if i in (soak.calls // 4, soak.calls - 1):             # all modes and tiers are captured by then, caches are full
             memory.append(held(device))
     return graphed, over, memory
@@ -113,8 +113,8 @@ def test_two_hundred_calls_of_a_small_block(device):
 def test_calls_of_a_small_layer(device):
     """The kernels too, in the few programs that the interpreter has time for."""
     block = layer(GatedDeltaNet, 16, chunk_size=16, dtype=torch.float32)
-    soak = Soak(block, (Tier(32, 3, 16), Tier(16, 2, 16)), width=16, calls=10, compared=4, over=8, slots=1)
-    random.seed(1)
+    soak = Soak(block, (Tier(32, 3, 16), Tier(16, 2, 16)), width=16, calls=6, compared=5, over=4, slots=1)
+    random.seed(4)
     assert_sound(soak, *run_soak(soak, device))
 
 

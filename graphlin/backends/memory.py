@@ -16,10 +16,18 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _owners(tensor: torch.Tensor) -> int:
-    """Tensors that share the storage: the count without the object that is asked through."""
+def _use_count(tensor: torch.Tensor) -> int:
+    """References to the storage, those of the object that is asked through among them: one or two, by PyTorch's version."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_ALONE = _use_count(torch.empty(1))
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """Tensors that share the storage."""
+    return 1 + _use_count(tensor) - _ALONE
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
