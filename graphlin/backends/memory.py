@@ -8,26 +8,20 @@ import torch
 
 def without_ownership(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Tensors on the same memory that do not keep it; those whose memory anything else holds too are left as they are."""
-    views = Counter(_storage(t) for t in tensors if t is not None)
-    return [t if t is None or _owners(t) > views[_storage(t)] else alias(t) for t in tensors]
+    given = [t for t in tensors if t is not None]
+    bases = {id(t._base): t._base for t in given if t._base is not None}      # a gradient may be a view of an unseen sum
+    known = Counter(map(_storage, ({id(t): t for t in given} | bases).values()))
+    return [t if t is None or _owners(t) > known[_storage(t)] else alias(t) for t in tensors]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _use_count(tensor: torch.Tensor) -> int:
-    """References to the storage, those of the object that is asked through among them: one or two, by PyTorch's version."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-_ALONE = _use_count(torch.empty(1))
-
-
 def _owners(tensor: torch.Tensor) -> int:
-    """Tensors that share the storage."""
-    return 1 + _use_count(tensor) - _ALONE
+    """Tensors that share the storage: the count without the object that is asked through."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

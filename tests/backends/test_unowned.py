@@ -26,6 +26,16 @@ def test_memory_that_nobody_else_holds_is_let_go(device):
     assert aliases == [mine.data_ptr(), view.data_ptr(), view.data_ptr() + 2 * view.element_size()]
 
 
+def test_a_view_of_what_nobody_else_sees_lets_go_too(device):
+    weight, x = torch.randn(8, device=device, requires_grad=True), torch.randn(1, 3, 8, device=device)
+    grad, = torch.autograd.grad((weight * x).sum(), weight)      # a view of the sum over rows
+    assert grad._base is not None
+    found, = without_ownership([grad])
+    assert found is not grad and found.data_ptr() == grad.data_ptr() and torch.equal(found, grad)
+    outside, inside = grad._base, grad[2:]
+    assert outside is grad._base and without_ownership([inside]) == [inside]
+
+
 def test_captured_gradients_and_outputs_leave_their_memory_to_the_graphs(device):
     class Shows(nn.Module):
         """One output of its own, one that is its argument."""
