@@ -67,7 +67,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     _check_chunk_sizes(block, tiers[0].chunk_size)
     check_block(block)
     check_dims(dims, Signature(block).names)
-    args, kwargs = _check_sample(sample_args, sample_kwargs)
+    args, kwargs = check_sample(sample_args, sample_kwargs)
     has_sample = bool(args or kwargs)
     recorder = partial(record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input, copy_outputs=copy_outputs)
     graphed = GraphedBlock(block, tiers, recorder, dims=dims, slots=slots, fallback=fallback, max_padding=max_padding,
@@ -113,7 +113,8 @@ def _check_chunk_sizes(block: nn.Module, chunk_size: int) -> None:
                              f"module with chunk_size={chunk_size}.")
 
 
-def _check_sample(args: Sequence, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
+def check_sample(args: Sequence, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
+    """sample_args and sample_kwargs as a tuple and a dict; raises TypeError where they are neither."""
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
         raise TypeError(f"sample_args: expected a tuple of the call's positional arguments, found {type(args).__name__}; "
                         "write (x,) for a single one")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from graphlin.backends import GraphBackend, get_backend
-from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow, TierUnderflow
+from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow, TierUnderflow
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.modes import Call, Key, Mode
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
@@ -157,6 +157,21 @@ class GraphedBlock(nn.Module):
         """Matches a call with its mode and tier, or raises the ReplayError that says why it can't be replayed."""
         if forward_ad._current_level >= 0:
             raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
+        key, mode, leaves, batch = self._match(args, kwargs)
+        sizes = mode.layout.sizes(leaves)
+        rung = mode.fit(*sizes)
+        if rung is None:
+            raise self._overflow(*sizes)
+        if self._max_padding is not None:
+            self._check_padding(mode, rung, sizes[0])
+        return Call(key, mode, rung, leaves, sizes, batch)
+
+    def _match(self, args: tuple, kwargs: dict) -> tuple[Key, Mode, list[torch.Tensor], tuple[int, int] | None]:
+        """The mode of a call, its key, the call's tensors, and the batch of a dense one. Raises StaleAddress."""
+        if self._modes:
+            self._watch.check()
+        else:
+            self._look_again(args, kwargs)
         signature = self.signature
         values = signature.bind(args, kwargs)
         if signature.builds_table:
@@ -164,24 +179,26 @@ class GraphedBlock(nn.Module):
         batch = flatten_batch(values, signature, self._dims)
         leaves, structure = flatten(values)
         key = self._key(leaves, structure)
-        mode = self._modes.get(key) or self._other_mode(key, leaves, structure)
-        sizes = mode.layout.sizes(leaves)
-        rung = mode.fit(*sizes)
-        if rung is None:
-            raise self._overflow(*sizes)
-        if self._max_padding is not None:
-            self._check_padding(mode, rung, sizes[0])
-        self._watch.check()
-        return Call(key, mode, rung, leaves, sizes, batch)
+        return key, self._modes.get(key) or self._other_mode(key, leaves, structure), leaves, batch
+
+    def _look_again(self, args: tuple, kwargs: dict) -> None:
+        """Takes the block as it is now: before anything is captured it may be moved, cast and changed."""
+        try:
+            self._watch.check()
+        except StaleAddress:
+            self._watch = Watch(self.block)
+            self._slots = []
+            if self.backend is not self._given_backend:
+                self.backend = get_backend(first_device(self.block, args, kwargs))
 
     def _key(self, leaves: list[torch.Tensor], structure: Structure) -> Key:
-        grad, kind = torch.is_grad_enabled(), leaves[0].device.type if leaves else "cpu"
+        grad = torch.is_grad_enabled()
         return Key(structure,
                    tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
                    grad,
                    tuple([module.training for module in self._watch.modules]),
                    tuple([p.requires_grad for p in self._watch.params]) if grad else None,
-                   autocast_dtype(kind))
+                   autocast_dtype(self.backend.device_type))
 
     def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
         held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)
@@ -237,6 +254,14 @@ class GraphedBlock(nn.Module):
                 yield call, slot, pair
             finally:
                 slot.release()
+
+    def capture_mode(self, args: tuple, kwargs: dict) -> None:
+        """Captures the mode of a call of any size."""
+        self.find_backend(args, kwargs)
+        with self._turn:
+            key, mode, leaves, batch = self._match(args, kwargs)
+            slot, _ = self._acquire(Call(key, mode, 0, leaves, mode.layout.sizes(leaves), batch))
+            slot.release()
 
     def _acquire(self, call: Call) -> tuple[Slot, Pair]:
         slot = self._free_slot(call)
@@ -356,7 +381,10 @@ class GraphedBlock(nn.Module):
     @property
     def price(self) -> Price:
         """What the captured modes were to hold, from a rehearsal of their captures; see `graphlin.price`."""
-        return self.quote(self._specimens(), self._slots[0].device) if self._slots else Price((), self._num_slots)
+        if not self._slots:
+            return Price((), self._num_slots)
+        self.check_addresses()
+        return self.quote(self._specimens(), self._slots[0].device)
 
     def quote_call(self, args: tuple, kwargs: dict) -> Price:
         """The price of capturing one call, in the current mode."""
@@ -390,10 +418,16 @@ class GraphedBlock(nn.Module):
             self._slots = []
 
     def refresh(self) -> None:
-        """Takes the block as it is now, after a part of it was replaced, moved or hooked; then as `reset`."""
+        """Takes the block as it is now, after a part of it was replaced, moved, cast or hooked; then as `reset`.
+
+        Each mode is captured at its first call from then on, also where a sample was captured before.
+        """
         with self._turn:
             self.reset()
+            self._known.clear()
+            self._accepts_modes = True
             self.backend = self._given_backend
+            self.signature = Signature(self.block)
             self._watch = Watch(self.block)
 
 

@@ -13,7 +13,7 @@ from graphlin.replay import Pair
 from graphlin.slots import Slot
 from graphlin.tier import Tier
 
-_INTEGERS = {torch.int32: torch.int64, torch.int64: torch.int32}
+INTEGERS = {torch.int32: torch.int64, torch.int64: torch.int32}
 
 
 class Key(NamedTuple):
@@ -33,17 +33,18 @@ class Key(NamedTuple):
     def with_other_integer(self, index: int) -> "Key | None":
         """The key of the same call with int32 in place of int64 in one tensor, or the reverse."""
         dtype, *rest = self.leaves[index]
-        if dtype not in _INTEGERS:
+        if dtype not in INTEGERS:
             return None
         leaves = list(self.leaves)
-        leaves[index] = _INTEGERS[dtype], *rest
+        leaves[index] = INTEGERS[dtype], *rest
         return self._replace(leaves=tuple(leaves))
 
 
 @dataclass(eq=False)
 class Mode:
     """What one key stands for: the layout of its calls, the tiers they are captured in, largest first, and for each slot that
-    has them the captured pairs in that order. `output_roles` are the varying dims of outputs, once they are known."""
+    has them the captured pairs in that order. Once it is captured, `output_roles` are the varying dims of outputs, and
+    `returns_integers` says whether one of them is int32 or int64."""
 
     layout: Layout
     structure: Structure
@@ -54,6 +55,7 @@ class Mode:
     specimen: Specimen
     pairs: dict[Slot, tuple[Pair, ...]] = field(default_factory=dict)
     output_roles: list[tuple[Role, ...]] | None = None
+    returns_integers: bool = False
 
     def fit(self, tokens: int, seqs: int) -> int | None:
         """The rung of the smallest tier that an input of these sizes fits; 0 is the largest tier."""
@@ -64,8 +66,7 @@ class Mode:
 
     def takes_any_integer_lengths(self) -> bool:
         """Whether the graphs may read cu_seqlens of the other integer dtype: copy-in converts it, and no output tells."""
-        return all(output.dtype not in _INTEGERS for pairs in self.pairs.values() for pair in pairs
-                   for output in pair.static_outputs)
+        return not self.returns_integers
 
     def drop(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

@@ -96,9 +96,9 @@ def price(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence =
     >>> layer = graphlin.layers.GatedDeltaNet(hidden_size=2048, head_dim=128, num_heads=16).to("meta")
     >>> print(graphlin.price(layer, graphlin.Tier(4096, 32)))
     """
-    from graphlin.capture import capture  # which asks for prices itself, for its budget
-    graphed = capture(block, tier, dims=dims)
-    args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
+    from graphlin.capture import capture, check_sample  # which ask for prices themselves, for a budget
+    args, kwargs = check_sample(sample_args, sample_kwargs)
+    graphed = capture(block, tier, dims=dims, allow_unused_input=True)
     if not args and not kwargs:
         args, kwargs = _sample(block)
     return graphed.quote_call(args, kwargs)

@@ -1,8 +1,8 @@
 """From a call to captured pairs: warm-up, and the order in which a mode's tiers are recorded in a slot."""
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graphlin.backends import Graph
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
 from graphlin.graphed import GraphedBlock, inlining
-from graphlin.modes import Call
+from graphlin.modes import INTEGERS, Call
 from graphlin.packing import Output, Role, output_roles
 from graphlin.refusals import check_block
 from graphlin.replay import Pair
@@ -60,7 +60,7 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     device memory in the midst of a capture.
     """
     devices = [] if device.type == "cpu" else [device]
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    buffers = keep(block.buffers())
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with rng, _saved_as_they_are(), torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving that mode turns it on
@@ -72,9 +72,28 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
             if collects:
                 gc.enable()
             torch.set_autocast_cache_enabled(caches)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            put_back(buffers)
+
+
+def keep(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors with copies of their values."""
+    return [(t, t.detach().clone()) for t in tensors]
+
+
+def put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Writes the values of `keep` back. To autograd that is no change: a backward that waits reads what it saved."""
+    for tensor, before in kept:
+        if tensor.is_inference():
+            with torch.inference_mode():
+                tensor.copy_(before)
+        else:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(before)
+
+
+def without_autocast(kind: str) -> AbstractContextManager:
+    """Turns autocast off on devices of a type, if they have it: it is for forwards only."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 @contextmanager
@@ -219,12 +238,10 @@ class _Recording:
                 self._gradients(outs, [torch.zeros_like(t) for t in outs])
 
     def _gradients(self, outs: list[torch.Tensor], grads: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Gradients of the inputs that require them, then of the parameters; autocast is for forwards only."""
+        """Gradients of the inputs that require them, then of the parameters."""
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
-        kind = self.device.type
-        uncast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-        with uncast, _recomputation_refused(self.graphed.block):
+        with without_autocast(self.device.type), _recomputation_refused(self.graphed.block):
             return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -267,13 +284,16 @@ class _Recording:
 
     def _forward(self, inputs: list, seen: list[torch.Size] | None) -> Pair:
         versions = [static._version for static in self.statics]
+        buffers = [(b, b._version) for b in self.graphed.block.buffers() if not b.is_inference()]
         with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
+        self._only_read = [b for b, version in buffers if b._version == version]
         self._check_addresses()
         self._check_inputs(versions)
         flat, spec = tree_flatten(out)
         tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        self.mode.returns_integers |= any(t.dtype in INTEGERS for t in tensors)
         if self.mode.output_roles is None:
             self.mode.output_roles = [()] * len(tensors) if seen is None else self._output_roles([t.shape for t in tensors], seen)
         outputs = [Output(role, self.mode.needs_grad and t.requires_grad)
@@ -307,7 +327,7 @@ class _Recording:
         pair.backward = graph
         pair.input_grads = list(zip(leaves, grads[:len(leaves)], strict=True))
         pair.param_grads, pair.params = list(grads[len(leaves):]), list(self.mode.grad_params)
-        pair.reads = list(self.graphed.block.parameters())
+        pair.reads = [*self.graphed.block.parameters(), *self._only_read, *(copy.static for _, copy, _ in pair.inputs)]
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
         wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),

@@ -92,8 +92,8 @@ def rehearse(graphed: Any, specimens: Sequence[Specimen], device: torch.device, 
         twin = graphed.twin(stage.copy(graphed.block), tiers, stage, stage.observing)
         for specimen in specimens:
             args, kwargs = tree_map_only(torch.Tensor, stage.fake, (specimen.args, specimen.kwargs))
-            with specimen.mode(twin.block, device), twin.acquired(args, kwargs):
-                pass
+            with specimen.mode(twin.block, device):
+                twin.capture_mode(args, kwargs)
     return stage.prices
 
 

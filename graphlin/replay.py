@@ -29,7 +29,8 @@ class Pair:
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
     backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
-    those that require grad, and `reads` all of the block's parameters, which the backward reads.
+    those that require grad, and `reads` what the backward may read of the caller's: all parameters, the buffers that the
+    forward does not write itself, and the static inputs.
 
     Once recorded, the tensors that the graphs alone write (`static_outputs`, unless a caller may hold views of them, and the
     gradients) do not keep their memory: the graphs do, and later captures in the slot's pool use it again.
@@ -48,7 +49,7 @@ class Pair:
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
     param_grads: list[torch.Tensor | None] = field(default_factory=list)
     params: list[torch.nn.Parameter] = field(default_factory=list)
-    reads: list[torch.nn.Parameter] = field(default_factory=list)
+    reads: list[torch.Tensor] = field(default_factory=list)
     closed: bool = False
 
     def copy_in(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -65,8 +66,8 @@ class Pair:
                 for output, static in zip(self.outputs, self.static_outputs, strict=True)]
 
     def version(self) -> int:
-        """Grows whenever a parameter is written in place."""
-        return sum([p._version for p in self.reads])
+        """Grows whenever something that the backward reads is written in place."""
+        return sum([t._version for t in self.reads])
 
     def copies_of_param_grads(self) -> list[torch.Tensor | None]:
         """The parameters' gradients in memory of their own, which accumulation takes over where there was no gradient.
@@ -111,12 +112,14 @@ class Run:
         self._batch = batch
         self._release = release
         self._count_backward = count_backward
-        self._version = pair.version()
+        self._version = 0
         self._waits = True
 
     def forward(self) -> list[torch.Tensor]:
         leaves, self._leaves = self._leaves, ()
-        return self.pair.play(leaves, *self._sizes, self._batch)
+        outs = self.pair.play(leaves, *self._sizes, self._batch)
+        self._version = self.pair.version()  # copy-in writes too
+        return outs
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         pair = self.pair
@@ -128,8 +131,8 @@ class Run:
                               "forward's values for one backward only. Call the block itself, graphed.block(...), "
                               "where retain_graph=True is needed.")
         if pair.version() != self._version:
-            raise ReplayError("a parameter was modified in place between the forward and its backward, which would use "
-                              "the new values; step the optimizer after the backward")
+            raise ReplayError("a parameter, buffer or static input was modified in place between the forward and its backward, "
+                              "which would use the new values; step the optimizer, or write the next batch, after the backward")
         waiting = iter(pair.grads)
         for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
             if output.differentiable:

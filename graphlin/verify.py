@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_flatten
 
 from graphlin.backends import get_backend
 from graphlin.errors import StaleAddress
-from graphlin.graphed import Call, GraphedBlock
+from graphlin.graphed import Call, GraphedBlock, inlining
 from graphlin.packing import Output
+from graphlin.recording import keep, put_back, without_autocast
 from graphlin.replay import Pair
 from graphlin.slots import Slot
 from graphlin.tier import Tier
@@ -119,7 +120,7 @@ class _Check:
     def __init__(self, graphed: GraphedBlock, call: Call, device: torch.device, report: Report) -> None:
         self.graphed, self.call, self.device, self.report = graphed, call, device, report
         self._eager = _Eager(graphed, call, device)
-        self._buffers = [(b, b.clone()) for b in graphed.block.buffers()]
+        self._buffers = keep(graphed.block.buffers())
         self._random_state = _random_state(device)
 
     def run(self, pairs: dict[Slot, Sequence[Pair]]) -> None:
@@ -224,9 +225,7 @@ class _Check:
         torch.set_rng_state(self._random_state[0])
         if len(self._random_state) > 1:
             torch.get_device_module(self.device).set_rng_state(self._random_state[1], self.device)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        put_back(self._buffers)
 
 
 @dataclass
@@ -242,7 +241,7 @@ class _Eager:
         wanted = self.call.mode.grad_leaves
         tensors = [t.detach().requires_grad_(trains and i in wanted) for i, t in enumerate(leaves)]
         returned: list = []
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(trains), inlining():
             count("eager", "forward", lambda: returned.append(self.graphed.call_block(self.call.mode, tensors, tokens)))
         outs = [t for t in tree_flatten(returned[0])[0] if isinstance(t, torch.Tensor)]
         results: Results = [t.detach().clone() for t in outs]
@@ -253,7 +252,7 @@ class _Eager:
         return results, _constants(returned[0])
 
     def _gradients(self, targets: list, sources: list, grads: list) -> tuple[torch.Tensor | None, ...]:
-        with torch.autocast(self.device.type, enabled=False):
+        with without_autocast(self.device.type):
             return torch.autograd.grad(targets, sources, grads, allow_unused=True)
 
 
@@ -303,7 +302,10 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     if not _holds_nan(found):
         return (found != expected).double().mean().item() if found.numel() else 0.0
     kind = torch.complex128 if found.is_complex() else torch.float64
-    difference, size = (found.to(kind) - expected.to(kind)).norm().item(), expected.to(kind).norm().item()
+    found, expected = found.to(kind), expected.to(kind)
+    same = (found == expected) | (found.isnan() & expected.isnan())     # infinities too, whose difference is none
+    difference = torch.where(same, 0, found - expected).norm().item()
+    size = torch.where(expected.isfinite(), expected, 0).norm().item()
     return difference / size if size else difference
 
 

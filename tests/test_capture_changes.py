@@ -1,0 +1,177 @@
+"""Captured blocks whose tensors or modules change around the calls: the eager result, or an error, never the old one."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphlin.capture import capture
+from graphlin.errors import ReplayError
+from graphlin.price import price
+from graphlin.tier import Tier
+from graphlin.verify import verify
+from tests.blocks import Mixer, captured, pack
+
+TIER = Tier(24, 4)
+
+
+class Turned(nn.Module):
+    """Reads one buffer in its backward, and writes another in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.register_buffer("cos", torch.rand(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, cu_seqlens):
+        self.calls.add_(1)
+        return (x * self.weight) ** 2 * self.cos
+
+
+@pytest.fixture
+def turned(device):
+    return capture(Turned().to(device), TIER, num_warmup_iters=1)
+
+
+def test_a_buffer_written_before_the_backward_is_an_error(device, turned):
+    x, cu = pack((5, 3), device, requires_grad=True)
+    y = turned(x, cu)
+    with torch.no_grad():
+        turned.block.cos.mul_(3)
+    with pytest.raises(ReplayError, match="a parameter, buffer or static input was modified in place"):
+        y.sum().backward()
+
+
+def test_a_static_input_written_before_the_backward_is_an_error(device, turned):
+    x, cu = pack((5, 3), device)
+    buffer = turned.static_inputs(x, cu)["x"]
+    buffer[:, :8] = x
+    y = turned(buffer[:, :8], cu)
+    buffer[:, :8] = 0
+    with pytest.raises(ReplayError, match="write the next batch, after the backward"):
+        y.sum().backward()
+    captured(turned, 1, backwards=0)
+
+
+def test_a_buffer_that_the_forward_writes_itself_is_none(device):
+    turned = capture(Turned().to(device), TIER, slots=2, num_warmup_iters=1)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    first, second = turned(x, cu), turned(x, cu)
+    turned.block(x, cu)
+    (first + second).sum().backward()
+    captured(turned, 2, backwards=2)
+    assert turned.block.calls == 3
+
+
+def test_a_capture_does_not_disturb_a_backward_that_waits(device, turned):
+    big, big_cu = pack((25,), device, requires_grad=True)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    eager = turned(big, big_cu)                                  # over the tier: autograd saves `cos`
+    (eager.sum() + turned(x, cu).sum()).backward()
+    assert big.grad is not None and x.grad is not None
+    captured(turned, 1, backwards=1, TierOverflow=1)
+
+
+def test_a_block_made_in_inference_mode(device):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cos", torch.rand(8))
+
+        def forward(self, x, cu_seqlens):
+            return x * self.cos
+
+    with torch.inference_mode():
+        graphed = capture(Scales().to(device), TIER, num_warmup_iters=1)
+        x, cu = pack((5, 3), device)
+        assert torch.equal(graphed(x, cu), graphed.block(x, cu))
+    captured(graphed, 1)
+
+
+def test_a_block_may_be_moved_and_cast_until_its_first_call(device):
+    graphed = capture(Mixer(), TIER) if device.type == "cpu" else capture(Mixer().to(device), TIER)
+    graphed.to(torch.float64)
+    graphed.block.extra = nn.Identity()
+    x, cu = pack((5, 3), device, dtype=torch.float64, requires_grad=True)
+    graphed(x, cu).sum().backward()
+    captured(graphed, 1, backwards=1)
+
+
+def test_refresh_takes_another_dtype_and_more_modules_after_a_sample(device):
+    x, cu = pack((5, 3), device)
+    graphed = capture(Mixer().to(device), TIER, (x, cu), num_warmup_iters=1)
+    graphed.block.extra = nn.Identity()
+    graphed.to(torch.float64)
+    graphed.refresh()
+    x = x.double()
+    torch.testing.assert_close(graphed(x, cu), graphed.block(x, cu))
+    captured(graphed, 1)
+
+
+def test_refresh_takes_another_forward(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    forward = graphed.block.forward
+    graphed.block.forward = lambda hidden, cu_seqlens, factor: factor * forward(hidden, cu_seqlens)
+    graphed.refresh()
+    torch.testing.assert_close(graphed(x, cu, 3.0), graphed.block(x, cu, 3.0))
+    captured(graphed, 2)
+
+
+def test_returned_integers_keep_their_dtype_after_a_failed_capture(device):
+    class Returns(nn.Module):
+        def forward(self, x, cu_seqlens, fails=False):
+            return x * 2 if not fails else x * x.sum().item(), cu_seqlens + 0
+
+    graphed = capture(Returns(), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    assert graphed(x, cu)[1].dtype == torch.int32
+    with pytest.raises(RuntimeError, match="item"):
+        graphed(x, cu, True)
+    assert graphed(x, cu.long())[1].dtype == torch.int64
+    assert graphed(x, cu)[1].dtype == torch.int32
+    captured(graphed, 3)
+
+
+def test_a_budget_refuses_calls_over_the_tiers_that_it_would_leave(device):
+    graphed = capture(Mixer().to(device), [Tier(32, 2), Tier(8, 2)], budget=2000)
+    x, cu = pack((20,), device)
+    with pytest.raises(RuntimeError, match="over the budget"):
+        graphed(x, cu)
+    assert graphed.stats.eager == {}
+
+
+def test_a_price_of_a_call_over_the_tier_and_of_unused_parameters(device):
+    block = Mixer().to(device)
+    block.unused = nn.Parameter(torch.zeros(4, device=device))
+    x, cu = pack((20,), device, requires_grad=True)
+    assert price(block, Tier(8, 2), (x, cu)).total > 0
+    with pytest.raises(TypeError, match="sample_args: expected a tuple"):
+        price(block, TIER, x)
+
+
+def test_masked_logits_are_no_mismatch(device):
+    class Masks(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return torch.where(x > 0, x, float("-inf"))
+
+    x, cu = pack((5, 3), device)
+    report = verify(capture(Masks(), TIER, num_warmup_iters=1), x, cu)
+    assert report.ok, report
+
+
+def test_verify_runs_captured_parts_as_they_are(device):
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, cu_seqlens):
+            return self.inner(x, cu_seqlens) + 1
+
+    inner = capture(Mixer().to(device), Tier(8, 4), num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    report = verify(capture(Outer(inner), TIER, num_warmup_iters=1), x, cu)
+    assert report.ok, report
+    assert inner.stats.replays == 0 and not inner.stats.eager
