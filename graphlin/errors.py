@@ -26,7 +26,7 @@ class Resource(CaptureError):
 
 
 class ReplayError(GraphlinError):
-    """A call could not be replayed and `fallback="raise"` forbids the eager path."""
+    """A call could not be replayed and `fallback="raise"` forbids the eager path; or a backward could not be."""
 
 
 class TierOverflow(ReplayError):
@@ -38,7 +38,8 @@ class TierUnderflow(ReplayError):
 
 
 class StructureMismatch(ReplayError):
-    """The call's arguments differ from the captured ones in structure, dtype, device or a constant."""
+    """The call differs from the captured ones in shapes, structure, dtypes, device, a constant or its mode, or needs what a
+    replay does not have (more modes, forward-mode derivatives)."""
 
 
 class StaleAddress(ReplayError):
