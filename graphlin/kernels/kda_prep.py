@@ -139,7 +139,8 @@ def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, p_q, p_g, p_b, i_hv, rq_0,
 def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, i_n, i_t, i_hv, cu, T, NS, scale, lower_bound,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-                PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
+                PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+                PAIRWISE: tl.constexpr):
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
@@ -176,14 +177,14 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
     tl.store(P + p_c, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, PREC_INV)
+    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, PREC_INV, DOT_BLOCKS)
     tl.store(A + p_c, a_0.to(A.dtype.element_ty))
     if TWO:
         tl.store(P + p_c + HB * BT, (m_10 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
         n_10 = tl.dot(n_10 * rk_1[:, None] * b_w, a_0, input_precision=PREC_INV)
         b_w = (rk_1 * b_1)[None, :]
         tl.store(P + p_c + HB * BT + HB, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, PREC_INV)
+        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, PREC_INV, DOT_BLOCKS)
         tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
         n_10 = tl.dot(a_1, n_10, input_precision=PREC_INV)
         tl.store(A + p_c + HB * BT, (-n_10).to(A.dtype.element_ty))
@@ -197,7 +198,7 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, cu,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
              GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, COPY_LHS: tl.constexpr,
-             PAIRWISE: tl.constexpr):
+             DOT_BLOCKS: tl.constexpr, PAIRWISE: tl.constexpr):
     """Tasks (chunk, value head), grid-stride; the first value head of a key head stores rq and rk."""
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV, tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)
@@ -207,7 +208,7 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, cu,
         if live:
             _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, i_n, i_t, i_task % HV, cu, T, NS, scale,
                         lower_bound, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, COPY_LHS,
-                        PAIRWISE)
+                        DOT_BLOCKS, PAIRWISE)
 
 
 def constant_anchor(prologue: Prologue, dtype: torch.dtype) -> bool:
