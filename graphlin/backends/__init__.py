@@ -9,7 +9,8 @@ from graphlin.errors import BackendUnavailable
 
 __all__ = ["Graph", "GraphBackend", "LaunchRecord", "get_backend", "register_backend"]
 
-_BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend")}
+_BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend"),
+             "npu": ("graphlin.backends.npu", "NpuBackend")}
 _backends: dict[str, GraphBackend] = {}
 
 
@@ -33,7 +34,7 @@ def get_backend(device: torch.device | str) -> GraphBackend:
     >>> get_backend("cuda").num_cores(torch.device("cuda", 0))
     132
     """
-    device_type = torch.device(device).type
+    device_type = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     if device_type not in _backends:
         if device_type not in _BUILT_IN:
             known = ", ".join(sorted({*_BUILT_IN, *_backends}))

@@ -242,8 +242,13 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
                     b_x = tl.load(initial_state + (p_h + W + i_p - j) + o_d * W, mask=m, other=0.).to(tl.float32)
                 b_z = tl.fma(tap(b_w, j, W, BW), b_x, b_z)
             b_dz *= _silu_gradient(b_z)
-        m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
-        b_v = tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
+        if ROWWISE:                         # a load from before the tensor, even if masked, is refused
+            b_v = tl.zeros([BD, BW], dtype=tl.float32)
+            for i_w in range(0, W):
+                b_v += tl.where((o_w == i_w + i_p + 1)[None, :], tap(b_w, W - 1 - i_w, W, BW)[:, None], 0.0)
+        else:
+            m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
+            b_v = tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
         b_dh = tl.fma(b_dz[:, None], b_v, b_dh)                                                 # [BD, BW]
     tl.store(dinitial + p_h + o_h, b_dh.to(dinitial.dtype.element_ty), mask=m_d[:, None] & (o_w < W)[None, :])
 
