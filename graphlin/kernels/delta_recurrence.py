@@ -23,7 +23,7 @@ from graphlin.kernels.packing import Packing
 @triton.jit
 def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """A tile of an `[N, HV, K, V]` (or `[N, HV, V, K]`) state, transposed: [BV, BK] float32."""
-    p = p_h + i_nh.to(tl.int64) * (K * V)
+    p = p_h + tl.cast(i_nh, tl.int64) * (K * V)
     if V_FIRST:
         b_h = tl.load(p + o_v[:, None] * K + o_k[None, :], mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.)
     else:
@@ -33,7 +33,7 @@ def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: 
 
 @triton.jit
 def _store_state(p_h, b_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    p = p_h + i_nh.to(tl.int64) * (K * V)
+    p = p_h + tl.cast(i_nh, tl.int64) * (K * V)
     b_h = b_h.to(p_h.dtype.element_ty)
     if V_FIRST:
         tl.store(p + o_v[:, None] * K + o_k[None, :], b_h, mask=(o_v < V)[:, None] & (o_k < K)[None, :])
