@@ -14,8 +14,8 @@ from graphlin.backends.npu.tiles import launch_record
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import BackendUnavailable
 
-# Beginnings of the calls that put work on a stream, as torch_npu's profiler names them.
-_LAUNCHES = ("launch", "aclnn", "AscendCL@aclrtMemcpyAsync", "AscendCL@aclmdlRIExecuteAsync", "AscendCL@aclrtLaunch")
+# Beginnings of ACL's calls that put work on a stream; that torch.profiler names them so on a device was not seen yet.
+_LAUNCHES = ("aclrtLaunch", "rtKernelLaunch", "aclmdlRIExecute", "aclnn", "aclrtMemcpyAsync", "aclrtMemsetAsync")
 
 
 class NpuBackend:

@@ -23,10 +23,10 @@ _TILES = {
     "delta_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=True),
     "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=False),
+    "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
     "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 32), PREC_INV="ieee", DOT_BLOCKS=True, PAIRWISE=True),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 32), REV_SCAN=False, PAIRWISE=True),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 32), REV_SCAN=True, PAIRWISE=True),
     "kda_finish_gradients": lambda K, V: {},
     "sum_chunks": lambda K, V: dict(BR=32, BX=64),
 }
