@@ -25,7 +25,8 @@ def blame(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _is_machinery(filename: str) -> bool:
-    return filename.startswith((*_MACHINERY, "<")) or filename.endswith("contextlib.py") or "/triton/" in filename
+    return filename.startswith((*_MACHINERY, "<")) or filename.endswith("contextlib.py") or "/triton/" in filename \
+        or "/torch_npu/" in filename
 
 
 @contextmanager

@@ -116,7 +116,7 @@ except Exception as error:
 def test_torch_npu_without_cann_is_a_typed_error(npu):
     """In a process of its own, where nothing has made the ACL libraries known."""
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    env = os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_LIBRARY_PATH": ""}
+    env = os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_LIBRARY_PATH": "", "NPU_RIG_LOADED": ""}
     told = subprocess.run([sys.executable, "-W", "ignore", "-c", NO_CANN], capture_output=True, text=True, env=env).stdout
     if "npu_rig" not in sys.modules:
         pytest.skip("this machine has CANN where the loader finds it")

@@ -14,18 +14,19 @@ from graphlin.errors import CaptureError, GraphlinError, HostSync, ReplayError, 
 
 _KEEP_ON_DEVICE = ("a graph cannot repeat that. Keep the value on the device (masks, torch.where, bounded sizes) or compute it "
                    "outside the block.")
+_CODE = r"error code(?: is |:)"
 # A code or text of an error that torch_npu raises (acl/error_codes/rt_error_codes.h, NPUGraph.cpp) -> what it means here.
 _MEANING = (
-    (r"error code is (107027|107028|107030)\b", HostSync, f"the block waits for the device at {{line}}: {_KEEP_ON_DEVICE}"),
+    (_CODE + r"(107027|107028|107030)\b", HostSync, f"the block waits for the device at {{line}}: {_KEEP_ON_DEVICE}"),
     (r"captured on a non-default stream", CaptureError, "a capture on the default stream, at {line}: pass a stream of "
      "side_stream(), and do the warm-up there too."),
     (r"without a preceding successful capture", ReplayError, "a graph that holds no capture was used at {line}: capture first; "
      "after reset() or a failed capture, capture again."),
     (r"already owns a captured graph", CaptureError, "a second capture into one graph, at {line}: reset() it first."),
-    (r"error code is (207008|207010)\b", Resource, "the device has no stream or model left for a graph, at {line}: each captured "
-     "graph keeps some. Capture fewer tiers and slots, or reset() blocks that are done."),
-    (r"error code is (10702[59]|10703\d|507903)\b", CaptureError, "the capture broke at {line}: the block does there what an ACL "
-     "graph cannot hold, such as work on a stream that is not joined again."),
+    (_CODE + r"(207008|207010)\b", Resource, "the device has no stream or model left for a graph, at {line}: each captured graph "
+     "keeps some. Capture fewer tiers and slots, or reset() blocks that are done."),
+    (_CODE + r"(10702[59]|10703\d|507903)\b", CaptureError, "the capture broke at {line}: the block does there what an ACL graph "
+     "cannot hold, such as work on a stream that is not joined again."),
 )
 
 
