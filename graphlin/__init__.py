@@ -15,11 +15,13 @@ from graphlin.errors import (
     StaleAddress,
     StructureMismatch,
     TierOverflow,
+    TierUnderflow,
     UnsupportedModule,
 )
 from graphlin.graphed import GraphedBlock
 from graphlin.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_local_cumsum, prepare_chunk_indices
-from graphlin.tier import Tier
+from graphlin.price import Price, price
+from graphlin.tier import Tier, ladder
 from graphlin.verify import verify
 
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ __all__ = [
     "GraphedBlock",
     "GraphlinError",
     "HostSync",
+    "Price",
     "ReplayError",
     "Resource",
     "SlotInUse",
@@ -38,14 +41,17 @@ __all__ = [
     "StructureMismatch",
     "Tier",
     "TierOverflow",
+    "TierUnderflow",
     "UnsupportedModule",
     "capture",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_local_cumsum",
+    "ladder",
     "layers",
     "prepare_chunk_indices",
+    "price",
     "register_backend",
     "verify",
 ]

@@ -33,6 +33,10 @@ class TierOverflow(ReplayError):
     """The input has more tokens or sequences than the largest tier."""
 
 
+class TierUnderflow(ReplayError):
+    """The input fills too little of its tier: more than `max_padding` of the tier's rows would be padding."""
+
+
 class StructureMismatch(ReplayError):
     """The call's arguments differ from the captured ones in structure, dtype, device or a constant."""
 

@@ -1,24 +1,29 @@
 """A block whose calls are replayed from graphs wherever that gives the eager result, and run eagerly elsewhere."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from graphlin.backends import GraphBackend, get_backend
-from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow
+from graphlin.errors import ReplayError, SlotInUse, StructureMismatch, TierOverflow, TierUnderflow
 from graphlin.kernels.chunk_table import chunk_table
+from graphlin.modes import Call, Key, Mode
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
+from graphlin.price import Price, check_budget
+from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
 from graphlin.replay import Pair, Run, replay_with_grad
-from graphlin.slots import Slot
+from graphlin.slots import Held, Slot
 from graphlin.tier import Tier
+from graphlin.turn import Turn
 from graphlin.watch import Watch
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
@@ -50,29 +55,6 @@ class Stats:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass
-class Mode:
-    """What one key stands for: the layout of its calls, and a captured pair for each slot that has one."""
-
-    layout: Layout
-    structure: Structure
-    needs_grad: bool
-    grad_leaves: tuple[int, ...]
-    grad_params: tuple[nn.Parameter, ...]
-    pairs: dict[Slot, Pair] = field(default_factory=dict)
-
-
-@dataclass
-class Call:
-    """One call, matched with its mode."""
-
-    key: tuple
-    mode: Mode
-    leaves: list[torch.Tensor]
-    sizes: tuple[int, int]
-    batch: tuple[int, int] | None
-
-
 class GraphedBlock(nn.Module):
     """Calls of `block`, replayed from graphs; made by `graphlin.capture`.
 
@@ -85,8 +67,8 @@ class GraphedBlock(nn.Module):
     """
 
     def __init__(self, block: nn.Module, tiers: Sequence[Tier],
-                 record: Callable[["GraphedBlock", Slot, Call, bool], Pair], *, dims: Dims | None, slots: int,
-                 fallback: str, backend: GraphBackend | None) -> None:
+                 record: Callable[["GraphedBlock", Slot, Call, bool], tuple[Pair, ...]], *, dims: Dims | None, slots: int,
+                 fallback: str, max_padding: float | None, budget: int | None, backend: GraphBackend | None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
@@ -95,8 +77,10 @@ class GraphedBlock(nn.Module):
         self._dims = dims
         self._num_slots = slots
         self._fallback = fallback
+        self._max_padding = max_padding
+        self._budget = budget
         self._accepts_modes = True
-        self._known: set[tuple] = set()
+        self._known: set[Key] = set()
         self._start()
 
     def _start(self) -> None:
@@ -104,13 +88,13 @@ class GraphedBlock(nn.Module):
         self.stats = Stats()
         self.signature = Signature(self.block)
         self.backend = self._given_backend
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self._watch = Watch(self.block)
         self._slots: list[Slot] = []
-        self._modes: dict[tuple, Mode] = {}
+        self._modes: dict[Key, Mode] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"stats", "signature", "backend", "_lock", "_watch", "_slots", "_modes"}
+        own = {"stats", "signature", "backend", "_turn", "_watch", "_slots", "_modes"}
         state = super().__getstate__() | {"_known": self._known | self._modes.keys()}
         return {name: value for name, value in state.items() if name not in own}
 
@@ -131,11 +115,12 @@ class GraphedBlock(nn.Module):
         and counted in `stats.eager`, or, with `fallback="raise"`, a ReplayError. Raises CaptureError where a first
         call of a mode can't be captured.
         """
-        self.find_backend(args, kwargs)
+        if self.backend is None:
+            self.find_backend(args, kwargs)
         if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
-        with self._lock:  # in a capture the block's parameters are others, so no thread may then run it eagerly
+        with self._turn:  # in a capture the block's parameters are others, so no thread may then run it eagerly
             try:
                 call = self._read(args, kwargs)
                 slot, pair = self._acquire(call)
@@ -148,15 +133,17 @@ class GraphedBlock(nn.Module):
         return pair.rebuild(self._replay(call, slot, pair))
 
     def _replay(self, call: Call, slot: Slot, pair: Pair) -> Sequence[torch.Tensor]:
-        if pair.backward is None:
-            try:
-                with torch.no_grad():
-                    return pair.play(call.leaves, *call.sizes, call.batch)
-            finally:
-                slot.release()
-        run = Run(pair, call.leaves, call.sizes, call.batch, slot.release, self._count_backward)
         mode = call.mode
-        return replay_with_grad(run, [*(call.leaves[i] for i in mode.grad_leaves), *mode.grad_params])
+        if pair.backward is not None:
+            run = Run(pair, call.leaves, call.sizes, call.batch, slot.release, self._count_backward)
+            return replay_with_grad(run, [*[call.leaves[i] for i in mode.grad_leaves], *mode.grad_params])
+        try:
+            if not mode.needs_grad:  # then nothing is noted for autograd anyhow, and the host saves a microsecond
+                return pair.play(call.leaves, *call.sizes, call.batch)
+            with torch.no_grad():
+                return pair.play(call.leaves, *call.sizes, call.batch)
+        finally:
+            slot.release()
 
     def find_backend(self, args: tuple, kwargs: dict) -> None:
         """Settles on the backend of the block's device, or of this call's; raises BackendUnavailable."""
@@ -167,57 +154,83 @@ class GraphedBlock(nn.Module):
         self.stats.backward_replays += 1
 
     def _read(self, args: tuple, kwargs: dict) -> Call:
-        """Matches a call with its mode, or raises the ReplayError that says why it can't be replayed."""
-        self.find_backend(args, kwargs)
-        values = self.signature.bind(args, kwargs)
-        if self.signature.builds_table:
-            values[self.signature.chunks] = None
-        batch = flatten_batch(values, self.signature, self._dims)
+        """Matches a call with its mode and tier, or raises the ReplayError that says why it can't be replayed."""
+        if forward_ad._current_level >= 0:
+            raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
+        signature = self.signature
+        values = signature.bind(args, kwargs)
+        if signature.builds_table:
+            values[signature.chunks] = None
+        batch = flatten_batch(values, signature, self._dims)
         leaves, structure = flatten(values)
         key = self._key(leaves, structure)
-        mode = self._modes.get(key) or self._new_mode(key, leaves, structure)
-        tokens, seqs = mode.layout.sizes(leaves)
-        if self.select(tokens, seqs) is None:
-            largest = self.tiers[0]
-            raise TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, the largest tier holds "
-                               f"{largest.tokens} in {largest.seqs}; capture a larger tier, or let such inputs run "
-                               "eagerly")
+        mode = self._modes.get(key) or self._other_mode(key, leaves, structure)
+        sizes = mode.layout.sizes(leaves)
+        rung = mode.fit(*sizes)
+        if rung is None:
+            raise self._overflow(*sizes)
+        if self._max_padding is not None:
+            self._check_padding(mode, rung, sizes[0])
         self._watch.check()
-        return Call(key, mode, leaves, (tokens, seqs), batch)
+        return Call(key, mode, rung, leaves, sizes, batch)
 
-    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> tuple:
-        grad = torch.is_grad_enabled()
-        return (structure, grad, tuple([module.training for module in self._watch.modules]),
-                tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
-                tuple([p.requires_grad for p in self._watch.params]) if grad else None, self._autocast(leaves))
+    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> Key:
+        grad, kind = torch.is_grad_enabled(), leaves[0].device.type if leaves else "cpu"
+        return Key(structure,
+                   tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
+                   grad,
+                   tuple([module.training for module in self._watch.modules]),
+                   tuple([p.requires_grad for p in self._watch.params]) if grad else None,
+                   autocast_dtype(kind))
 
-    def _autocast(self, leaves: list[torch.Tensor]) -> torch.dtype | None:
-        kind = leaves[0].device.type if leaves else "cpu"
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
+        held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)
+        which = "the largest tier holds" if len(self.tiers) == 1 else "the tiers hold"
+        return TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, {which} {held}; capture a larger tier, or let "
+                            "such inputs run eagerly")
 
-    def _new_mode(self, key: tuple, leaves: list[torch.Tensor], structure: Structure) -> Mode:
+    def _check_padding(self, mode: Mode, rung: int, tokens: int) -> None:
+        rows = mode.tiers[rung].tokens
+        if mode.layout.varies and rows - tokens > self._max_padding * rows:
+            raise TierUnderflow(f"the input has {tokens} tokens, the smallest tier that it fits {rows}: more than max_padding="
+                                f"{self._max_padding} of its rows would be padding; add a smaller tier (graphlin.ladder makes "
+                                "several), or let such inputs run eagerly")
+
+    def _other_mode(self, key: Key, leaves: list[torch.Tensor], structure: Structure) -> Mode:
+        """A mode that is new, or the one that is captured for lengths of the other integer dtype, if it takes both."""
+        layout = make_layout(self.signature.names, structure, leaves, self._dims)
+        other = None if layout.cu is None else key.with_other_integer(layout.cu)
+        same = self._modes.get(other)
+        if same is not None and same.takes_any_integer_lengths():
+            self._modes[key] = same
+            return same
+        return self._new_mode(key, layout, leaves, structure)
+
+    def _new_mode(self, key: Key, layout: Layout, leaves: list[torch.Tensor], structure: Structure) -> Mode:
         if not self._accepts_modes and key not in self._known:
             raise StructureMismatch("the call differs from the captured sample in structure, dtype, device, a "
                                     "constant, requires_grad, training, grad or autocast mode; capture without a sample "
                                     "takes each mode at its first call")
-        if len(self._modes) >= MAX_MODES:
+        if len(set(self._modes.values())) >= MAX_MODES:
             raise StructureMismatch(f"{MAX_MODES} modes are captured already; an argument that changes at each call "
                                     "should be a tensor")
-        layout = make_layout(self.signature.names, structure, leaves, self._dims)
         device = first_device(self.block, tuple(leaves), {})
         for leaf, tensor in zip(layout.leaves, leaves, strict=True):
             if tensor.device != device:
                 raise ValueError(f"{leaf.name}: expected a tensor on {device}, found one on {tensor.device}; a graph reads "
                                  "nothing else")
-        grad = torch.is_grad_enabled()
+        grad = key.grad
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
-        return Mode(layout, structure, bool(grad_leaves or grad_params), grad_leaves, grad_params)
+        tiers = self.tiers if layout.varies else self.tiers[:1]
+        specimen = Specimen.of(self.block, *self.signature.arguments(rebuild(structure, leaves)), device)
+        return Mode(layout, structure, tiers, bool(grad_leaves or grad_params), grad_leaves, grad_params, specimen)
 
     @contextmanager
     def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
         """Holds a slot for a call: yields the call, the slot and the pair there, captured now if it was not before."""
-        with self._lock:
+        self.find_backend(args, kwargs)
+        with self._turn:
             call = self._read(args, kwargs)
             slot, pair = self._acquire(call)
             try:
@@ -228,15 +241,16 @@ class GraphedBlock(nn.Module):
     def _acquire(self, call: Call) -> tuple[Slot, Pair]:
         slot = self._free_slot(call)
         try:
-            return slot, call.mode.pairs.get(slot) or self._capture(call, slot)
+            pairs = call.mode.pairs.get(slot) or self._capture(call, slot)
         except BaseException:
             slot.release()
             raise
+        return slot, pairs[call.rung]
 
     def _free_slot(self, call: Call) -> Slot:
         if not self._slots:
             device = first_device(self.block, tuple(call.leaves), {})
-            self._slots = [Slot(self.backend, device) for _ in range(self._num_slots)]
+            self._slots = [self._new_slot(device, i) for i in range(self._num_slots)]
         for slot in self._slots:
             if not slot.busy:
                 slot.busy = True
@@ -244,19 +258,37 @@ class GraphedBlock(nn.Module):
         raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward "
                         "first, drop the output, or capture with more slots")
 
-    def _capture(self, call: Call, slot: Slot) -> Pair:
+    def _new_slot(self, device: torch.device, index: int) -> Slot:
+        return Slot(self.backend, device, index, (max(t.tokens for t in self.tiers), max(t.seqs for t in self.tiers)))
+
+    def _capture(self, call: Call, slot: Slot) -> tuple[Pair, ...]:
         """Captures the mode in this slot and in every other one that is free; after a failure in none."""
+        if self._budget is not None and call.mode not in self._modes.values():
+            specimens = [*self._specimens(), call.mode.specimen]
+            check_budget(self._budget, self.tiers, lambda tiers: self.quote(specimens, slot.device, tiers))
         pairs = call.mode.pairs
-        slots = [slot, *(s for s in self._slots if not s.busy and s not in pairs)]
+        slots = [slot, *[s for s in self._slots if not s.busy and s not in pairs]]
         try:
-            for each in slots:
-                pairs[each] = self._record(self, each, call, not pairs)
-                self.stats.captures += 1
+            with self._turn.recording(), self._lent_data_kept(call):
+                for each in slots:
+                    pairs[each] = self._record(self, each, call, not pairs)
+                    self.stats.captures += len(pairs[each])
         except BaseException:
             self._renew(slots, [call.mode, *self._modes.values()])
             raise
         self._modes[call.key] = call.mode
         return pairs[slot]
+
+    @contextmanager
+    def _lent_data_kept(self, call: Call) -> Iterator[None]:
+        """Inside, static buffers are written; what the caller has written there for this call is afterwards as before."""
+        lent = [(t, t.detach().clone()) for t in call.leaves if any(slot.holds(t) for slot in self._slots)]
+        try:
+            yield
+        finally:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(t for t, _ in lent)):
+                for t, data in lent:
+                    t.copy_(data)
 
     def _renew(self, slots: list[Slot], modes: list[Mode]) -> None:
         """Puts new slots for these, without graphs: a pool gives memory back only as a whole, so all its graphs go.
@@ -264,10 +296,8 @@ class GraphedBlock(nn.Module):
         The next call of each mode captures it again.
         """
         for mode in modes:
-            for slot in slots:
-                if slot in mode.pairs:
-                    mode.pairs.pop(slot).reset()
-        self._slots = [Slot(self.backend, slot.device) if slot in slots else slot for slot in self._slots]
+            mode.drop(slots)
+        self._slots = [self._new_slot(slot.device, slot.index) if slot in slots else slot for slot in self._slots]
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
         """Captures the mode of a sample call, and takes no further modes from then on."""
@@ -287,6 +317,25 @@ class GraphedBlock(nn.Module):
         """The smallest tier that an input of these sizes fits, or None; decided from shapes alone."""
         return next((tier for tier in reversed(self.tiers) if tier.fits(tokens, seqs)), None)
 
+    def static_inputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """The static buffers that the next call like this one reads, by argument name, at the largest sizes of any tier.
+
+        A caller that writes its data there in place, and passes parts that begin at the first row, pays no copy. Only rows
+        that it passes are its own: those after them are zeroed, those within a part but past `cu_seqlens[-1]` are read as they
+        are. With several slots the next call takes the first free one; another one's buffers are copied like any tensor.
+        Captures the mode if need be; refresh(), reset() and a failed capture end the buffers' use.
+
+        Raises the ReplayError that keeps the call from being replayed.
+
+        >>> buffers = graphed.static_inputs(x, cu_seqlens=cu)
+        >>> y = graphed(buffers["x"][:, :tokens], cu_seqlens=buffers["cu_seqlens"][:seqs + 1])
+        """
+        with self.acquired(args, kwargs) as (call, slot, pair):
+            leaves, dtypes = call.mode.layout.leaves, [tensor.dtype for tensor in call.leaves]
+            if pair.static_cu is not None:
+                dtypes[pair.cu] = pair.static_cu.dtype
+            return {leaf.name: slot.whole(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)}
+
     def check_addresses(self) -> None:
         """Raises StaleAddress where the block was changed since it was captured."""
         self._watch.check()
@@ -296,26 +345,53 @@ class GraphedBlock(nn.Module):
         """Parameters and buffers whose addresses are checked at each call."""
         return self._watch.num_addresses
 
+    def memory(self) -> list[Held]:
+        """What each captured pair added to `held_bytes`, slot by slot in the order of capture."""
+        return [held for slot in self._slots for held in slot.held]
+
     def held_bytes(self) -> int:
         """Bytes of the pools and static tensors that the captured graphs hold."""
         return sum(self.backend.pool_bytes(slot.pool, slot.device) + slot.static_bytes() for slot in self._slots)
+
+    @property
+    def price(self) -> Price:
+        """What the captured modes were to hold, from a rehearsal of their captures; see `graphlin.price`."""
+        return self.quote(self._specimens(), self._slots[0].device) if self._slots else Price((), self._num_slots)
+
+    def quote_call(self, args: tuple, kwargs: dict) -> Price:
+        """The price of capturing one call, in the current mode."""
+        self.find_backend(args, kwargs)
+        device = first_device(self.block, args, kwargs)
+        return self.quote([Specimen.of(self.block, args, kwargs, device)], device)
+
+    def quote(self, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier] | None = None) -> Price:
+        """The price of capturing these calls, at all tiers or at those given."""
+        return Price(tuple(rehearse(self, specimens, device, self.tiers if tiers is None else tiers)), self._num_slots)
+
+    def twin(self, block: nn.Module, tiers: Sequence[Tier], backend: GraphBackend,
+             observe: Callable[[Callable[..., tuple[Pair, ...]]], Callable[..., tuple[Pair, ...]]]) -> "GraphedBlock":
+        """What rehearses captures of this one: over another block and backend, in one slot, each capture observed."""
+        return GraphedBlock(block, tiers, observe(partial(self._record, rehearsal=True)), dims=self._dims, slots=1,
+                            fallback="raise", max_padding=None, budget=None, backend=backend)
+
+    def _specimens(self) -> list[Specimen]:
+        return [mode.specimen for mode in dict.fromkeys(self._modes.values())]
 
     def reset(self) -> None:
         """Gives back every graph, pool and static tensor; the next eligible call of each known mode captures again.
 
         A forward that still waits loses its backward, which raises ReplayError.
         """
-        with self._lock:
+        with self._turn:
             for mode in self._modes.values():
-                for pair in mode.pairs.values():
-                    pair.reset()
+                mode.drop(self._slots)
             self._known |= self._modes.keys()
             self._modes.clear()
             self._slots = []
 
     def refresh(self) -> None:
         """Takes the block as it is now, after a part of it was replaced, moved or hooked; then as `reset`."""
-        with self._lock:
+        with self._turn:
             self.reset()
             self.backend = self._given_backend
             self._watch = Watch(self.block)

@@ -4,6 +4,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from graphlin.tier import Tier
 
 ROLES = ("tokens", "seqs", "seqs+1")
 _SIMPLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, str, type(None)))
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType)  # compared by identity, and rightly so
 
 Structure = tuple
 Dims = Mapping[str, Any]
@@ -39,34 +41,34 @@ class Signature:
         self.cu = self.names.index("cu_seqlens") if "cu_seqlens" in self.names else None
         self.chunks = self.names.index("chunk_indices") if "chunk_indices" in self.names else None
         self.builds_table = self.cu is not None and self.chunks is not None
-        self._defaults = [(p.name, p.default) for p in parameters]
+        self._defaults = [p.default for p in parameters]
         self._is_simple = all(p.kind in _SIMPLE for p in parameters)
-        self._positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+        self._plans: dict[tuple, list[tuple[int, str]]] = {}
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
         """One value for each parameter, defaults included; a TypeError names what does not fit."""
-        if not self._is_simple or len(args) > self._positional:
-            return self._bind_any(args, kwargs)
-        values = list(args)
-        used = 0
-        for name, default in self._defaults[len(args):]:
-            if name in kwargs:
-                values.append(kwargs[name])
-                used += 1
-            else:
-                values.append(default)
-        if used != len(kwargs) or any(value is inspect.Parameter.empty for value in values):
-            return self._bind_any(args, kwargs)
+        form = len(args), *kwargs
+        places = self._plans.get(form)
+        if places is None:
+            bound = self._signature.bind(*args, **kwargs)
+            if not self._is_simple:
+                bound.apply_defaults()
+                return list(bound.arguments.values())
+            places = self._plans[form] = [(self.names.index(name), name) for name in kwargs]
+        values = self._defaults.copy()
+        values[:len(args)] = args
+        for place, name in places:
+            values[place] = kwargs[name]
         return values
 
-    def _bind_any(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return list(bound.arguments.values())
+    def arguments(self, values: Sequence) -> tuple[tuple, dict[str, Any]]:
+        """The inverse of `bind`: positional and keyword arguments of a call."""
+        bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.names, values, strict=True)))
+        return bound.args, bound.kwargs
 
     def call(self, block: nn.Module, values: Sequence) -> Any:
-        bound = inspect.BoundArguments(self._signature, OrderedDict(zip(self.names, values, strict=True)))
-        return block(*bound.args, **bound.kwargs)
+        args, kwargs = self.arguments(values)
+        return block(*args, **kwargs)
 
 
 class Nested(NamedTuple):
@@ -79,16 +81,18 @@ class Nested(NamedTuple):
 def flatten(values: Sequence) -> tuple[list[torch.Tensor], Structure]:
     """The tensors among values, and a hashable description of everything else: constants with their types, containers.
 
-    Raises TypeError for a constant that can't be hashed, so can't be compared at each call.
+    Raises TypeError for a constant that can't be compared at each call: one without hash, and one that is only compared by
+    identity though its attributes may change.
     """
     leaves: list[torch.Tensor] = []
     structure = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in _PLAIN:
+            structure.append((kind, value))
+        elif isinstance(value, torch.Tensor):
             leaves.append(value)
             structure.append(torch.Tensor)
-        elif type(value) in _PLAIN:
-            structure.append((type(value), value))
         else:
             flat, spec = tree_flatten(value)
             entries = tuple(torch.Tensor if isinstance(v, torch.Tensor) else _constant(v) for v in flat)
@@ -98,12 +102,24 @@ def flatten(values: Sequence) -> tuple[list[torch.Tensor], Structure]:
 
 
 def _constant(value: Any) -> tuple:
+    kind = type(value)
+    if kind is float:  # bit for bit: 0.0 == -0.0, and nan is not even equal to itself
+        return kind, value.hex()
+    if not _has_value(value):
+        raise TypeError(f"an argument of type {kind.__name__} is neither a tensor, a container of tensors nor a constant that "
+                        "a graph can compare by value at each call. Pass what it holds as tensors and plain values, make it "
+                        "a frozen dataclass, or keep it in the block.")
+    return kind, value
+
+
+def _has_value(value: Any) -> bool:
+    """Whether equal means equal contents; an object that is only equal to itself may have changed since."""
     try:
         hash(value)
     except TypeError:
-        raise TypeError(f"an argument of type {type(value).__name__} is neither a tensor, a container of tensors nor a "
-                        "hashable constant; a graph can't compare it at each call. Keep it in the block.") from None
-    return type(value), value
+        return False
+    has_attributes = hasattr(value, "__dict__") or hasattr(value, "__slots__")
+    return type(value).__hash__ is not object.__hash__ or not has_attributes or isinstance(value, _FUNCTIONS)
 
 
 def rebuild(structure: Structure, leaves: Sequence[torch.Tensor]) -> list:
@@ -115,7 +131,8 @@ def rebuild(structure: Structure, leaves: Sequence[torch.Tensor]) -> list:
             return next(rest)
         if isinstance(entry, Nested):
             return tree_unflatten([value(e) for e in entry.entries], entry.spec)
-        return entry[1]
+        kind, constant = entry
+        return float.fromhex(constant) if kind is float else constant
     return [value(entry) for entry in structure]
 
 
@@ -140,15 +157,12 @@ class Leaf:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def matches(self, shape: torch.Size, tokens: int, seqs: int) -> bool:
-        if self.role is None:
-            return shape == self.before
-        dim = self.role.dim
-        return (len(shape) > dim and shape[dim] == self.role.size(tokens, seqs) and shape[:dim] == self.before
-                and shape[dim + 1:] == self.after)
-
     def shape(self, tokens: int, seqs: int) -> tuple[int, ...]:
         return self.before if self.role is None else (*self.before, self.role.size(tokens, seqs), *self.after)
+
+    def cut(self, tensor: torch.Tensor, tokens: int, seqs: int) -> torch.Tensor:
+        """The part of a tensor of larger sizes that holds the first tokens or sequences, as a view."""
+        return tensor if self.role is None else tensor.narrow(self.role.dim, 0, self.role.size(tokens, seqs))
 
 
 @dataclass(frozen=True)
@@ -160,20 +174,25 @@ class Layout:
     tokens: int | None
     seqs: int | None
 
+    @property
+    def varies(self) -> bool:
+        """Whether calls of this layout have different sizes; the others are captured at one shape, whatever the tiers."""
+        return self.tokens is not None
+
     def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """T and N of a call; raises StructureMismatch naming the tensor whose other sizes are not the captured ones."""
-        tokens, seqs = self._size(self.tokens, tensors), self._size(self.seqs, tensors)
-        for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            if not leaf.matches(tensor.shape, tokens, seqs):
-                expected = leaf.shape(tokens, seqs)
+        shapes = [tensor.shape for tensor in tensors]
+        tokens, seqs = self._size(self.tokens, shapes), self._size(self.seqs, shapes)
+        for leaf, shape in zip(self.leaves, shapes, strict=True):
+            if shape != (expected := leaf.shape(tokens, seqs)):
                 raise StructureMismatch(f"{leaf.name}: expected shape {list(expected)} as captured, found "
-                                        f"{list(tensor.shape)}; other shapes run eagerly, or need their own capture")
+                                        f"{list(shape)}; other shapes run eagerly, or need their own capture")
         return tokens, seqs
 
-    def _size(self, index: int | None, tensors: Sequence[torch.Tensor]) -> int:
+    def _size(self, index: int | None, shapes: Sequence[torch.Size]) -> int:
         if index is None:
             return 0
-        role, shape = self.leaves[index].role, tensors[index].shape
+        role, shape = self.leaves[index].role, shapes[index]
         return shape[role.dim] - role.extra if len(shape) > role.dim else -1
 
 
@@ -213,9 +232,10 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
     if layout.tokens is None and layout.seqs is not None:
         raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
                          'name its dim with dims={"x": {1: "tokens"}}')
-    tokens, seqs = layout._size(layout.tokens, tensors), layout._size(layout.seqs, tensors)
+    shapes = [tensor.shape for tensor in tensors]
+    tokens, seqs = layout._size(layout.tokens, shapes), layout._size(layout.seqs, shapes)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
-        if leaf.role and not leaf.matches(tensor.shape, tokens, seqs):
+        if leaf.role and tensor.shape != leaf.shape(tokens, seqs):
             raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in "
                              f"{seqs} sequences, found {list(tensor.shape)}; name the varying dims with dims= if they "
                              "differ")
@@ -318,14 +338,21 @@ class Output:
     roles: tuple[Role, ...]
     differentiable: bool
 
-    def take(self, static: torch.Tensor, tokens: int, seqs: int, batch: tuple[int, int] | None) -> torch.Tensor:
-        """The part of the static output that belongs to a call, as a view."""
-        view = static
-        for role in self.roles:
-            view = view.narrow(role.dim, 0, role.size(tokens, seqs))
+    def take(self, static: torch.Tensor, tokens: int, seqs: int, batch: tuple[int, int] | None,
+             copy: bool = False) -> torch.Tensor:
+        """The part of the static output that belongs to a call, as a view or a copy."""
+        part = static
+        for role in self.roles[:-1]:
+            part = part.narrow(role.dim, 0, role.size(tokens, seqs))
+        if self.roles:
+            role = self.roles[-1]
+            narrow = part.narrow_copy if copy else part.narrow  # one call costs the host less than a view and its copy
+            part = narrow(role.dim, 0, role.size(tokens, seqs))
+        elif copy:
+            part = part.clone()
         if batch is not None and self.holds_batch(static):
-            view = view.reshape(*batch, *view.shape[2:])
-        return view.detach() if view is static else view
+            part = part.reshape(*batch, *part.shape[2:])
+        return part.detach() if part is static else part
 
     def holds_batch(self, static: torch.Tensor) -> bool:
         """Whether a dense call gets it back as [B, T, ...]."""

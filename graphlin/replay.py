@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +10,6 @@ import torch
 from graphlin.backends import Graph
 from graphlin.errors import ReplayError
 from graphlin.packing import Leaf, Output
-
-# Its gradient is always None. Its node is in the autograd graph of every replayed call, and the engine will run it in a
-# plain backward() but not for torch.autograd.grad or backward(inputs=...), where nobody asks for it.
-_ANCHOR = torch.zeros(0, requires_grad=True)
-_ANCHOR_NODE = torch.autograd.graph.get_gradient_edge(_ANCHOR).node
 
 
 class Copy(Protocol):
@@ -32,8 +28,11 @@ class Pair:
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
-    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd. `params` and
-    `frozen` are the block's parameters that require grad and the others: the backward reads both.
+    backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
+    those that require grad, and `reads` all of the block's parameters, which the backward reads.
+
+    Once recorded, the tensors that the graphs alone write (`static_outputs`, unless a caller may hold views of them, and the
+    gradients) do not keep their memory: the graphs do, and later captures in the slot's pool use it again.
     """
 
     forward: Graph
@@ -49,7 +48,7 @@ class Pair:
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
     param_grads: list[torch.Tensor | None] = field(default_factory=list)
     params: list[torch.nn.Parameter] = field(default_factory=list)
-    frozen: list[torch.nn.Parameter] = field(default_factory=list)
+    reads: list[torch.nn.Parameter] = field(default_factory=list)
     closed: bool = False
 
     def copy_in(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -62,16 +61,37 @@ class Pair:
         """One forward: copy in, replay, copy out."""
         self.copy_in(leaves)
         self.forward.replay()
-        views = [output.take(static, tokens, seqs, batch)
-                 for output, static in zip(self.outputs, self.static_outputs, strict=True)]
-        return [view.clone() for view in views] if self.copy_outputs else views
+        return [output.take(static, tokens, seqs, batch, self.copy_outputs)
+                for output, static in zip(self.outputs, self.static_outputs, strict=True)]
 
     def version(self) -> int:
         """Grows whenever a parameter is written in place."""
-        return sum([p._version for p in self.params]) + sum([p._version for p in self.frozen])
+        return sum([p._version for p in self.reads])
+
+    def copies_of_param_grads(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients in memory of their own, which accumulation takes over where there was no gradient.
+
+        What a hook, torch.autograd.grad or a reducer is handed is never the graph's memory, that the next replay overwrites.
+        """
+        copies: list[torch.Tensor | None] = [None] * len(self.param_grads)
+        for places in self._places_by_dtype:
+            same = [self.param_grads[i] for i in places]
+            for i, copy in zip(places, torch._foreach_mul(same, 1.0), strict=True):  # exact, in one launch
+                copies[i] = copy
+        return copies
+
+    @cached_property
+    def _places_by_dtype(self) -> list[list[int]]:
+        places: dict[torch.dtype, list[int]] = {}
+        for i, grad in enumerate(self.param_grads):
+            if grad is not None:
+                places.setdefault(grad.dtype, []).append(i)
+        return list(places.values())
 
     def reset(self) -> None:
+        """Lets go of the graphs, and of tensors whose memory goes with them."""
         self.closed = True
+        self.static_outputs, self.input_grads, self.param_grads = [], [], []
         self.forward.reset()
         if self.backward is not None:
             self.backward.reset()
@@ -79,6 +99,8 @@ class Pair:
 
 class Run:
     """One forward that waits for its backward. It holds its slot until then, or until nobody can ask for it any more."""
+
+    __slots__ = ("pair", "_batch", "_count_backward", "_leaves", "_release", "_sizes", "_version", "_waits")
 
     def __init__(self, pair: Pair, leaves: Sequence[torch.Tensor], sizes: tuple[int, int],
                  batch: tuple[int, int] | None, release: Callable[[], None],
@@ -114,9 +136,8 @@ class Run:
                 self._copy_grad(next(waiting), grad, output.holds_batch(static))
         pair.backward.replay()
         self._count_backward()
-        inputs = [None if grad is None else self._part(leaf, grad).clone() for leaf, grad in pair.input_grads]
-        params = pair.param_grads if _grads_are_accumulated(pair.params) else [
-            None if grad is None else grad.clone() for grad in pair.param_grads]
+        inputs = [None if grad is None else leaf.cut(grad, *self._sizes).clone() for leaf, grad in pair.input_grads]
+        params = pair.copies_of_param_grads()
         self.release()
         return [*inputs, *params]
 
@@ -128,9 +149,6 @@ class Run:
             grad = grad.reshape(1, -1, *grad.shape[2:])
         copy(grad, self.pair.static_cu)
 
-    def _part(self, leaf: Leaf, grad: torch.Tensor) -> torch.Tensor:
-        return grad if leaf.role is None else grad.narrow(leaf.role.dim, 0, leaf.role.size(*self._sizes))
-
     def release(self) -> None:
         if self._waits:
             self._waits = False
@@ -140,18 +158,10 @@ class Run:
         self.release()
 
 
-def _grads_are_accumulated(params: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether the engine will hand parameter gradients to accumulation alone, which copies a tensor that is held here.
-
-    torch.autograd.grad and hooks hand out the tensor itself, which the next replay would overwrite.
-    """
-    return torch._C._will_engine_execute_node(_ANCHOR_NODE) and not any(p._backward_hooks for p in params)
-
-
 def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Replays a forward so that its backward will be replayed too; `tensors` are all that require grad."""
     try:
-        return _Replay.apply(run, _ANCHOR, *tensors)
+        return _Replay.apply(run, *tensors)
     except BaseException:
         run.release()
         raise
@@ -159,14 +169,14 @@ def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torc
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run: Run, anchor: torch.Tensor, *tensors: torch.Tensor):
+    def forward(ctx, run: Run, *tensors: torch.Tensor):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outs = run.forward()
-        ctx.mark_non_differentiable(*(out for out, output in zip(outs, run.pair.outputs, strict=True)
-                                      if not output.differentiable))
+        ctx.mark_non_differentiable(*[out for out, output in zip(outs, run.pair.outputs, strict=True)
+                                      if not output.differentiable])
         return tuple(outs)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, None, *ctx.run.backward(grads)
+        return None, *ctx.run.backward(grads)

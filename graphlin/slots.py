@@ -1,33 +1,41 @@
 """Slots, the private memory of captured graphs, and what copies a call's tensors into it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from graphlin.backends import GraphBackend
-from graphlin.kernels.copy_rows import RowCopy
-from graphlin.packing import Role
+from graphlin.kernels.copy_rows import Left, RowCopy
+from graphlin.packing import Leaf, Role
 from graphlin.replay import Copy
+from graphlin.tier import Tier
 
 
 class SeqCopy:
-    """Fills a static tensor whose dim `dim` holds sequences."""
+    """Fills a static tensor whose dim `dim` holds sequences, and zeroes those that an earlier call left there."""
 
-    def __init__(self, static: torch.Tensor, dim: int) -> None:
+    def __init__(self, static: torch.Tensor, dim: int, left: Left) -> None:
         self.static = static
+        self.left = left
         self._dim = dim
-        self._previous = 0
+        self._size = static.shape[dim]
+        self._is_leading = prod(static.shape[:dim]) == 1
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
         seqs = x.shape[self._dim]
-        if x.data_ptr() != self.static.data_ptr() or x.stride() != self.static.stride():
+        if x.data_ptr() != self.static.data_ptr() or not x.is_contiguous() or not (self._is_leading or seqs == self._size):
             self.static.narrow(self._dim, 0, seqs).copy_(x)
-            if seqs < self._previous:
-                self.static.narrow(self._dim, seqs, self._previous - seqs).zero_()
-        self._previous = seqs
+        else:
+            self.left.lent = True
+        if (stale := self.left.within(self._size) - seqs) > 0:
+            self.static.narrow(self._dim, seqs, stale).zero_()
+        self.left.replace(seqs, self._size)
 
     def clear(self) -> None:
         self.static.zero_()
+        self.left.replace(0, self._size)
 
 
 class WholeCopy:
@@ -44,29 +52,79 @@ class WholeCopy:
         self.static.zero_()
 
 
-class Slot:
-    """Private memory for one forward that may wait for its backward: a pool, and static tensors its modes share."""
+@dataclass(frozen=True)
+class Held:
+    """Bytes that capturing one mode in one tier and slot added: to the slot's pool, and as static inputs and gradients.
 
-    def __init__(self, backend: GraphBackend, device: torch.device) -> None:
+    `slot` counts from 0; `trains` is whether a backward was captured too.
+    """
+
+    tier: Tier
+    slot: int
+    trains: bool
+    pool_bytes: int
+    static_bytes: int
+
+
+class Slot:
+    """Private memory for one forward that may wait for its backward: a pool, and static tensors that its modes and tiers
+    share. `bound` is the largest number of tokens and of sequences of any tier."""
+
+    def __init__(self, backend: GraphBackend, device: torch.device, index: int, bound: tuple[int, int]) -> None:
         self.device = device
+        self.index = index
         self.pool = backend.new_pool()
         self.stream = backend.side_stream(device)  # one for all captures: memory freed on it is used again on it alone
         self.busy = False
+        self.held: list[Held] = []
+        self._bound = bound
+        self._buffers: dict[tuple, tuple[torch.Tensor, Left]] = {}
         self._copies: dict[tuple, Copy] = {}
 
     def release(self) -> None:
         self.busy = False
 
     def copy(self, name: str, role: Role | None, shape: Sequence[int], dtype: torch.dtype) -> Copy:
-        """The static tensor of an argument or of an output's gradient, with what fills it."""
-        key = (name, role, tuple(shape), dtype)
+        """The static tensor of an argument or of an output's gradient in one tier, with what fills it.
+
+        Those of different tiers begin at one address wherever rows are not strided, so that a ladder needs no more memory
+        than its largest tier.
+        """
+        shape = tuple(shape)
+        key = name, role, shape, dtype
         if key not in self._copies:
-            static = torch.zeros(shape, dtype=dtype, device=self.device)
             if role is None:
-                self._copies[key] = WholeCopy(static)
+                self._copies[key] = WholeCopy(self._buffer(key)[0])
             else:
-                self._copies[key] = (RowCopy if role.kind == "tokens" else SeqCopy)(static, role.dim)
+                static, left = self._part(name, role, shape, dtype)
+                kind = RowCopy if role.kind == "tokens" else SeqCopy
+                self._copies[key] = kind(static, role.dim, left)
         return self._copies[key]
 
+    def whole(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
+        """The static tensor of an argument at the largest sizes of any tier, as the caller's own to write."""
+        copy = self.copy(leaf.name, leaf.role, leaf.shape(*self._bound), dtype)
+        if leaf.role is not None:
+            copy.left.lent = True
+        return copy.static
+
+    def _part(self, name: str, role: Role, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Left]:
+        if prod(shape[:role.dim]) != 1:
+            return self._buffer((name, role, shape, dtype))
+        largest = *shape[:role.dim], role.size(*self._bound), *shape[role.dim + 1:]
+        static, left = self._buffer((name, role, largest, dtype))
+        return static.narrow(role.dim, 0, shape[role.dim]), left
+
+    def _buffer(self, key: tuple) -> tuple[torch.Tensor, Left]:
+        if key not in self._buffers:
+            _, _, shape, dtype = key
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self.device), Left()
+        return self._buffers[key]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a static buffer."""
+        memory = tensor.untyped_storage()._cdata
+        return any(static.untyped_storage()._cdata == memory for static, _ in self._buffers.values())
+
     def static_bytes(self) -> int:
-        return sum(copy.static.nbytes for copy in self._copies.values())
+        return sum(static.nbytes for static, _ in self._buffers.values())

@@ -1,11 +1,24 @@
 """Whether a block is still what its graphs were captured from."""
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from graphlin.errors import StaleAddress
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(block: nn.Module) -> Iterator[tuple[str, dict]]:
+    """For each module of the block, and for all modules of the process, what it is called and a dict of its hooks."""
+    for path, module in block.named_modules():
+        for name in _HOOKS:
+            yield path or "the block", getattr(module, name)
+    for name in _HOOKS:
+        yield "all modules (torch.nn.modules.module.register_module_...)", getattr(nn_module, f"_global{name}")
 
 
 class Watch:
@@ -16,16 +29,15 @@ class Watch:
         self.params = list(block.parameters())
         owners = [(path, owner) for path, module in block.named_modules()
                   for owner in (module._parameters, module._buffers, module._modules)]
+        hooks = list(hooks_of(block))
         entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
                    for name, value in owner.items()]
-        hooks = [(path, owner) for path, module in block.named_modules()
-                 for owner in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-                               module._backward_pre_hooks)]
-        entries += [(owner, name, hook, f"a hook of {path or 'the block'}") for path, owner in hooks
-                    for name, hook in owner.items()]
+        entries += [(owner, key, hook, f"a hook of {path}") for path, owner in hooks for key, hook in owner.items()]
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        self._dicts = [owner for _, owner in owners + hooks]
-        self._counts = [len(owner) for owner in self._dicts]
+        dicts = [owner for _, owner in owners + hooks]
+        self._filled = [owner for owner in dicts if owner]
+        self._counts = [len(owner) for owner in self._filled]
+        self._empty = [owner for owner in dicts if not owner]  # most of them are, and any() is quick
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._strides = [t.stride() for t in self._tensors]
@@ -34,7 +46,8 @@ class Watch:
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(len, self._dicts)) == self._counts
+                and not any(self._empty)
+                and list(map(len, self._filled)) == self._counts
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
                 and list(map(torch.Tensor.stride, self._tensors)) == self._strides)
         if not same:
@@ -47,4 +60,4 @@ class Watch:
                 return path
             if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:
                 return path
-        return "a submodule, parameter, buffer or hook of the block"
+        return "a submodule, parameter, buffer or hook of the block, or of all modules,"

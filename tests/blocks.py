@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from graphlin.graphed import GraphedBlock
 
@@ -39,13 +40,29 @@ class StateMixer(nn.Module):
         active = (rows < cu_seqlens[-1])[None, :, None]
         seqs = cu_seqlens.shape[0] - 1
         sequence = (torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True) - 1).clamp(max=seqs - 1)
-        member = (sequence == torch.arange(seqs, device=x.device)[:, None]).to(x.dtype)
+        member = ((sequence == torch.arange(seqs, device=x.device)[:, None]) & active[0, :, 0]).to(x.dtype)
         h = torch.where(active, self.enter(torch.where(active, x, 0.0)), 0.0)
         if initial_state is not None:
             h = h + torch.where(active, member.T @ initial_state["sum"], 0.0)
         if not output_final_state:
             return h
         return h, {"sum": member @ h[0], "parts": (member.sum(1),)}
+
+
+class AtTier(nn.Module):
+    """The block run eagerly at a tier's shapes, where it has the bits of a replay; at the call's own without a tier."""
+
+    def __init__(self, block, tier):
+        super().__init__()
+        self.block, self.tier = block, tier
+
+    def forward(self, x, cu):
+        if self.tier is None:
+            return self.block(x, cu)
+        rows = x.shape[1]
+        active = torch.arange(rows, device=x.device)[:, None] < cu[-1]
+        padded = F.pad(torch.where(active, x, 0), (0, 0, 0, self.tier.tokens - rows))
+        return self.block(padded, torch.cat([cu, cu[-1:].expand(self.tier.seqs + 1 - cu.shape[0])]))[:, :rows]
 
 
 def pack(lengths, device, *, width=8, slack=0, dtype=torch.float32, poison=float("nan"), requires_grad=False):

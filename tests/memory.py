@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.utils._device import _device_constructors
 
 _empty = torch.empty      # as it is outside tests
+_device_constructors()    # torch lists what `with torch.device(...)` affects once, and must see its own functions then
 
 GUARD = 4096            # elements before and after each tensor
 POISON = 0x7ffb         # in every 16 bits: a NaN in every float dtype, none that arithmetic makes, and a large integer
@@ -25,7 +27,7 @@ class PoisonedMemory:
         """`allocate`, whose results are poisoned and guarded."""
         def poisoned(*args, **kwargs):
             out = allocate(*args, **kwargs)
-            if not out.is_meta and out.numel():
+            if out.untyped_storage().device.type != "meta" and out.numel():  # which fake tensors have too
                 caller = sys._getframe(1)
                 self._enclose(out, f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}")
             return out

@@ -232,6 +232,18 @@ def test_a_second_derivative_is_refused_not_left_out(device):
         torch.autograd.grad(graphed(x, cu).sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")    # of what forward mode imports
+def test_forward_mode_derivatives_are_eager_and_not_left_out(device, grad):
+    graphed = capture(Square().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    with torch.set_grad_enabled(grad), torch.autograd.forward_ad.dual_level():
+        y = graphed(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), cu)
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    assert torch.equal(tangent, 2 * x * graphed.block.weight)
+    captured(graphed, 0, StructureMismatch=1)
+
+
 def test_hooks_on_parameters_run_once(device):
     graphed = capture(Square().to(device), TIER)
     weight = graphed.block.weight

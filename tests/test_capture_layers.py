@@ -85,3 +85,14 @@ def test_a_mixed_stack_shares_one_table_and_equals_eager_bit_for_bit(device, cap
     assert captured_launches["chunk_table_rows"] == 1
     assert captured_launches["gdn_prep"] == captured_launches["kda_prep"] == 1
     assert captured_launches["delta_recurrence"] == 2
+
+
+def test_a_layer_under_autocast_equals_eager_in_each_tier(device):
+    graphed = capture(make(GatedDeltaNet, device), [TIER, Tier(tokens=8, seqs=1, chunk_size=16)], num_warmup_iters=1)
+    for lengths in ((5, 8), (7,)):
+        x, cu = pack(lengths, device, width=16, requires_grad=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            report = verify(graphed, x, cu)
+            assert graphed(x, cu).dtype == torch.bfloat16
+        assert report.ok and report.tier.tokens == (16 if sum(lengths) > 8 else 8), str(report)
+    captured(graphed, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphlin import Tier
+from graphlin import Tier, backends
 from graphlin.__main__ import main
 from graphlin.backends.host import HostBackend
 from graphlin.demo import command
@@ -164,12 +164,14 @@ def test_blocks_hold_the_mixers_that_are_named(mixers):
 def test_an_accelerator_without_backend_leaves_the_cpu(monkeypatch, accelerator):
     found = None if accelerator is None else torch.device(accelerator)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(backends, "_available", {})
     monkeypatch.setattr(HostBackend, "is_available", lambda self: True)
     assert best_device() == torch.device("cpu")
 
 
 def test_no_device_at_all_is_one_line_and_status_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(backends, "_available", {})
     monkeypatch.setattr(HostBackend, "is_available", lambda self: False)
     assert main(["demo"]) == 2
     out, err = capsys.readouterr()

@@ -169,7 +169,7 @@ def test_a_capture_that_fails_in_a_second_slot_gives_the_first_ones_back(device)
     with torch.no_grad():
         expected = graphed(x, cu)
     waiting, graphed.block.left = graphed(x, cu), 0
-    graphed.eval().block.left = 5                                        # two runs before a slot's first capture, two after
+    graphed.eval().block.left = 4                                        # two runs before the first slot's capture, none after
     with pytest.raises(KeyError, match="trip"), torch.no_grad():
         graphed(x, cu)
     waiting.sum().backward()                                             # its slot was not touched
@@ -264,9 +264,13 @@ def test_a_gradient_for_two_varying_dims_is_refused(device):
 
 @pytest.mark.parametrize("arguments, error, message", [
     (dict(block=lambda x: x), TypeError, "block: expected a torch.nn.Module, found function"),
-    (dict(tier=(4096, 32)), TypeError, r"tier: expected a graphlin.Tier, found \(4096, 32\)"),
+    (dict(tier=(4096, 32)), TypeError, r"tier: expected a graphlin.Tier or a sequence of them, found \(4096, 32\)"),
     (dict(tier=[]), TypeError, "tier: expected a graphlin.Tier"),
-    (dict(tier=[Tier(8, 2), Tier(16, 2)]), ValueError, "tier: only one tier is supported yet, found 2"),
+    (dict(tier=[Tier(8, 2), Tier(16, 2, 32)]), ValueError, r"tier: expected one chunk_size for all tiers, found \[32, 64\]"),
+    (dict(max_padding=1.0), ValueError, r"max_padding: expected a part of the tier's rows in \[0, 1\), or None, found 1.0"),
+    (dict(max_padding="half"), ValueError, "max_padding: expected .* found 'half'"),
+    (dict(sample_args=torch.zeros(1, 4, 2)), TypeError, r"sample_args: expected a tuple .* found Tensor; write \(x,\)"),
+    (dict(sample_kwargs=[1]), TypeError, "sample_kwargs: expected a mapping of argument names to values, found list"),
     (dict(slots=0), ValueError, "slots: expected an int of at least 1, found 0"),
     (dict(num_warmup_iters=-1), ValueError, "num_warmup_iters: expected an int of at least 0"),
     (dict(fallback="ignore"), ValueError, "fallback: expected 'eager' or 'raise', found 'ignore'"),
@@ -285,7 +289,7 @@ def test_an_unknown_option_is_named():
 def test_a_chunk_size_that_is_not_the_blocks_is_named():
     block = Mixer()
     block.enter.chunk_size = 32
-    with pytest.raises(ValueError, match="tier: chunk_size 64 differs from chunk_size 32 of enter"):
+    with pytest.raises(ValueError, match=r"tier: chunk_size 64 differs from chunk_size 32 of enter.*Tier\(..., chunk_size=32\)"):
         capture(block, TIER)
 
 

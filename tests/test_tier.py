@@ -1,6 +1,6 @@
 import pytest
 
-from graphlin.tier import Tier
+from graphlin.tier import Tier, ladder
 
 
 @pytest.mark.parametrize("tokens, seqs, chunk_size, chunks", [
@@ -40,3 +40,20 @@ def test_wrong_arguments_are_named(arguments, error, message):
 def test_is_a_value():
     assert Tier(8, 2) == Tier(8, 2, 64)
     assert len({Tier(8, 2), Tier(8, 2), Tier(8, 2, 32)}) == 2
+
+
+def test_a_ladder_shares_the_chunk_size():
+    assert ladder(4096, 32) == (Tier(4096, 32), Tier(2048, 16), Tier(1024, 8), Tier(512, 4))
+    assert ladder(300, 3, chunk_size=16) == (Tier(300, 3, 16),)
+    assert ladder(9, 3, smallest=1, factor=3) == (Tier(9, 3), Tier(3, 1), Tier(1, 1))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(factor=1), "ladder factor: expected an int of at least 2, found 1"),
+    (dict(smallest=0), "ladder smallest: expected an int of at least 1, found 0"),
+    (dict(smallest=2.5), "ladder smallest: expected an int"),
+    (dict(chunk_size=65), "Tier chunk_size"),
+])
+def test_a_wrong_ladder_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ladder(**(dict(tokens=64, seqs=4) | arguments))

@@ -4,14 +4,15 @@ from importlib import import_module
 
 import torch
 
-from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord
+from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord, PoolModel
 from graphlin.errors import BackendUnavailable
 
-__all__ = ["Graph", "GraphBackend", "LaunchRecord", "get_backend", "register_backend"]
+__all__ = ["Graph", "GraphBackend", "LaunchRecord", "PoolModel", "get_backend", "register_backend"]
 
 _BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend"),
-             "npu": ("graphlin.backends.npu", "NpuBackend")}
+             "npu": ("graphlin.backends.npu", "NpuBackend"), "meta": ("graphlin.backends.meta", "MetaBackend")}
 _backends: dict[str, GraphBackend] = {}
+_available: dict[str, GraphBackend] = {}  # those that said they can run: not asked again at each launch
 
 
 def register_backend(backend: GraphBackend) -> None:
@@ -35,16 +36,19 @@ def get_backend(device: torch.device | str) -> GraphBackend:
     132
     """
     device_type = device.type if isinstance(device, torch.device) else device.partition(":")[0]
-    if device_type not in _backends:
+    backend = _backends.get(device_type)
+    if backend is not None and _available.get(device_type) is backend:
+        return backend
+    if backend is None:
         if device_type not in _BUILT_IN:
             known = ", ".join(sorted({*_BUILT_IN, *_backends}))
             raise BackendUnavailable(f"no graphlin backend for device type {device_type!r}; there are: {known}. "
                                      "Move the tensors, or register one with graphlin.backends.register_backend.")
         module, name = _BUILT_IN[device_type]
-        _backends[device_type] = getattr(import_module(module), name)()
-    backend = _backends[device_type]
+        backend = _backends[device_type] = getattr(import_module(module), name)()
     if not backend.is_available():
         raise BackendUnavailable(f"the {device_type!r} backend cannot run in this process: {_remedy(device_type)}")
+    _available[device_type] = backend
     return backend
 
 

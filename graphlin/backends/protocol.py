@@ -28,6 +28,17 @@ class Graph(Protocol):
     def pool(self) -> Any: ...
 
 
+class PoolModel(Protocol):
+    """A pool without memory, which tells what a real one would hold after the same allocations and frees."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """A block of at least one byte, for `free`."""
+
+    def free(self, block: Any) -> None: ...
+
+    def nbytes(self) -> int: ...
+
+
 class GraphBackend(Protocol):
     """One device type. Register an object of this shape with `graphlin.backends.register_backend`."""
 
@@ -40,6 +51,13 @@ class GraphBackend(Protocol):
 
     def pool_bytes(self, pool: Any, device: torch.device) -> int:
         """Bytes that the pool holds on the device."""
+
+    def pool_model(self) -> PoolModel:
+        """A model of one of its pools, which prices a capture before there is one."""
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Tensors made in a `capture`, replaced by ones on the same memory that do not keep it: later captures in the pool
+        may use it again, and the graph keeps it valid. The tensors themselves where the device can't do that."""
 
     def side_stream(self, device: torch.device) -> Any:
         """A non-default stream to warm up and capture on."""
@@ -65,7 +83,7 @@ class GraphBackend(Protocol):
 
     def num_cores(self, device: torch.device) -> int: ...
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord: ...
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord: ...
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""

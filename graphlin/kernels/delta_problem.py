@@ -11,7 +11,7 @@ class Prologue:
     """What the kernels do to q, k, g and beta first. beta_range 0: beta as given, else `beta_range * sigmoid(beta)`.
 
     gate: 0 or one of those in `gates`. lower_bound: of the gate BOUNDED, which alone may do without A_log. safe_gate: log decays
-    are promised to be at least lower_bound, or -5 without one.
+    are promised to be at least lower_bound, or -5 without one. needs_grad: what only a backward reads is to be kept.
     """
 
     l2norm: bool
@@ -21,6 +21,7 @@ class Prologue:
     beta_range: float
     lower_bound: float | None = None
     safe_gate: bool = False
+    needs_grad: bool = False
 
     @property
     def lowest(self) -> float:
@@ -37,7 +38,8 @@ class Operands(NamedTuple):
 
     One decay a head: q, k are the op's own, kw is None, G `[NS, HV, BT]` holds chunk sums of log decays, and b (write strength),
     rq, rk (inverse norms) scale rows. One decay a channel: the prep kernel decays q, k and the written keys kw
-    `[B, T, HV, K]`, nothing scales rows, and G `[NS, HV, K]` is the decay of whole chunks.
+    `[B, T, HV, K]`, nothing scales rows, G `[NS, HV, K]` is the decay of whole chunks, and c `[NS, HV, BT, K]`, which only a
+    backward needs, holds sums over blocks of 16 rows. All decays are logarithms to the base 2.
     """
 
     q: torch.Tensor
@@ -49,6 +51,7 @@ class Operands(NamedTuple):
     b: torch.Tensor
     rq: torch.Tensor
     rk: torch.Tensor
+    c: torch.Tensor | None
 
     @property
     def per_channel(self) -> bool:

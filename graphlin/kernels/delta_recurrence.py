@@ -48,8 +48,8 @@ def _row_scales(G, b, rk, p, p_r, BT: tl.constexpr):
     b_G = tl.load(G + p * BT + o_c)
     b_gl = tl.load(G + p * BT + BT - 1)
     b_rk = tl.load(rk + p_r + o_c)
-    b_eg = tl.exp(b_G)
-    return b_eg, tl.exp(b_gl), b_eg * b_rk, tl.load(b + p * BT + o_c) * b_rk * tl.exp(b_gl - b_G)
+    b_eg = tl.exp2(b_G)
+    return b_eg, tl.exp2(b_gl), b_eg * b_rk, tl.load(b + p * BT + o_c) * b_rk * tl.exp2(b_gl - b_G)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu
         b_v = tl.load(v + p_v, mask=m_tv, other=0.)                                                      # [BT, BV]
         b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
         if PER_CHANNEL:
-            b_decay = tl.exp(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
+            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
         else:
             b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
         b_so = b_s.to(k.dtype.element_ty)
@@ -151,7 +151,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
         p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
         tl.store(Rt + p_s, b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         if PER_CHANNEL:
-            b_decay = tl.exp(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
+            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
             b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                # [BT, BK]
             b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                    # [BV, BT]
         else:
@@ -233,8 +233,8 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_recurrence, grid, *operands, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale, record=record,
-           H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
+    launch(delta_recurrence, grid, *operands[:-1], v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale,
+           record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
            VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel)
     return o, ht
 
@@ -249,7 +249,7 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_two_recurrences, grid, *operands, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
+    launch(delta_two_recurrences, grid, *operands[:-1], v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
            packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
            PER_CHANNEL=operands.per_channel)

@@ -9,6 +9,7 @@ from graphlin.kernels.common import row_mask
 SOFTPLUS = tl.constexpr(1)      # -rate * softplus(u)
 BOUNDED = tl.constexpr(2)       # lower_bound * sigmoid(rate * u)
 MAX_A_LOG = tl.constexpr(80.0)
+LOG2E = tl.constexpr(1.4426950408889634)
 L2NORM_EPS = tl.constexpr(1e-6)
 # A state that decayed by exp(-32) = 1e-14 is far below the rounding of whatever is added to it. Keeping g above that keeps the
 # chunk sums small, whose rounding is the relative error of every decay.
@@ -17,16 +18,18 @@ MIN_LOG_DECAY = tl.constexpr(-32.0)
 
 @triton.jit
 def softplus(x):
-    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away: a large rate may multiply it."""
+    """`log(1 + e^x)` without overflow, by the series of log where 1 + e would round e away. A rate of up to e^80 may multiply
+    it, so that denormal results count."""
     e = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
 
 
 @triton.jit
 def sigmoid(x):
-    """`1 / (1 + exp(-x))` without overflow."""
+    """`1 / (1 + exp(-x))` without overflow; denormal results count as in softplus."""
     e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0 / (1.0 + e), e / (1.0 + e))
+    r = 1.0 / (1.0 + e)
+    return tl.where(x >= 0, r, e * r)
 
 
 @triton.jit
@@ -108,9 +111,9 @@ def load_channel_gates(g, dt_bias, p, i_hv, m_t, o_t, o_k, HV: tl.constexpr, K: 
 
 @triton.jit
 def masked_decay(b_u, m, rate, lower_bound, GATE: tl.constexpr):
-    """Log decays of raw gates, cut off below and 0 outside the mask; NaN stays NaN, which tl.maximum would hide."""
+    """Log decays (base 2) of raw gates, cut off below and 0 outside the mask; NaN stays NaN, which tl.maximum would hide."""
     b_g = log_decay(b_u, rate, lower_bound, GATE)
-    return tl.where(m, tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g), 0.0)
+    return tl.where(m, tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g) * LOG2E, 0.0)
 
 
 @triton.jit
@@ -125,9 +128,9 @@ def inverse_norm(b_sum, L2: tl.constexpr):
 
 @triton.jit
 def decay_matrix(b_G, BT: tl.constexpr):
-    """`exp(G_i - G_j)` for i >= j, else 0. The exponent is masked, not the result: above the diagonal it may overflow."""
+    """`2^(G_i - G_j)` for i >= j, else 0. The exponent is masked, not the result: above the diagonal it may overflow."""
     o_c = tl.arange(0, BT)
-    return tl.exp(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], float('-inf')))
+    return tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], float('-inf')))
 
 
 @triton.jit

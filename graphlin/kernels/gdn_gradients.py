@@ -129,9 +129,9 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
         p_s = p * (K * V)
         b_G = tl.load(G + p * BT + o_c)
         b_gl = tl.load(G + p * BT + BT - 1)
-        b_eg = tl.exp(b_G)
+        b_eg = tl.exp2(b_G)
         b_er, b_os, b_vs, b_sr = state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
-        b_er = b_er * tl.exp(b_gl - b_G)[:, None]
+        b_er = b_er * tl.exp2(b_gl - b_G)[:, None]
         b_os = b_os * (b_eg * scale)[:, None]
         b_vs = b_vs * b_eg[:, None]
         b_dq += b_os
@@ -198,7 +198,7 @@ def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i
         b_dg = tl.cumsum(b_a, 0, reverse=True)
     else:
         b_dg = tl.sum(b_a, 0) - tl.cumsum(b_a, 0) + b_a
-    b_dg += tl.cumsum(b_bw, 0) + tl.exp(tl.load(G + p * BT + BT - 1)) * b_sr
+    b_dg += tl.cumsum(b_bw, 0) + tl.exp2(tl.load(G + p * BT + BT - 1)) * b_sr
     b_dg = tl.where(m_t, b_dg, 0.0)
     b_u = load_head_gates(g, dt_bias, p_g, i_hv, m_t, o_c, HV, BIAS)
     b_dg, b_da = gate_gradients(b_dg, b_u, decay_rate(A_log, i_hv), 0.0, GATE)
@@ -257,7 +257,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     """dq, dk, dg, dbeta like their inputs, and the partials of dA_log, ddt_bias `[NT, 2, HV]` by chunk (None without gate)."""
     (H, K), (HV, V), BT, NS = q.shape[2:], do.shape[2:], packing.BT, packing.NS
     pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
-    states = record_for("gdn_state_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
+    states = record_for("gdn_state_gradients", q.device, K=K, V=V, R=HV // H, BT=BT, dtype=q.dtype)
     finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     BK = states.tiles["BK"]
     NK = -(-K // BK)

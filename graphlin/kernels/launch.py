@@ -10,19 +10,23 @@ from graphlin.backends import LaunchRecord, get_backend
 def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexprs: Any) -> None:
     """Launches `grid` programs of a kernel on the device of its first tensor argument; an empty grid launches nothing.
 
-    Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too.
+    Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too. Tensors without
+    memory (fake ones, with which captures are priced, or of the meta device) have shapes alone, so nothing is launched.
     """
     if grid == 0:
         return
-    tensor = next(a for a in args if isinstance(a, torch.Tensor))
-    get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor):
+            if tensor.untyped_storage().device.type != "meta":
+                get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+            return
 
 
-def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, BT: int = 64,
+def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, R: int = 1, BT: int = 64,
                dtype: torch.dtype = torch.float32) -> LaunchRecord:
     """The launch record of a kernel, by name, for this device and problem."""
     backend = get_backend(device)
-    return backend.launch_record(kernel, arch=backend.arch(device), K=K, V=V, BT=BT, dtype=dtype)
+    return backend.launch_record(kernel, arch=backend.arch(device), K=K, V=V, R=R, BT=BT, dtype=dtype)
 
 
 def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:

@@ -88,7 +88,8 @@ class DeltaRuleLayer(nn.Module):
         `[N, num_v_heads, head_dim, head_v_dim]` and, with short convolutions, the last inputs of q, k and v
         `[N, channels, conv_size]`.
 
-        Raises ValueError naming the argument where a shape does not fit.
+        Raises ValueError naming the argument where a shape does not fit, and where its dtype is not that of all projections
+        (without autocast; gate parameters and norms may be float32 in a bfloat16 layer).
         """
         self._check(hidden_states, cu_seqlens, initial_state)
         if cu_seqlens is not None:
@@ -148,6 +149,16 @@ class DeltaRuleLayer(nn.Module):
         if initial_state is not None and len(initial_state) != self._num_states:
             raise ValueError(f"initial_state: expected the {self._num_states} states that this layer returns, "
                              f"found {len(initial_state)}")
+        if hidden_states.is_meta or not torch.is_autocast_enabled(hidden_states.device.type):  # which the meta device has not
+            self._check_dtype(hidden_states.dtype)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        for name, module in self._modules.items():
+            for linear in module if isinstance(module, nn.Sequential) else (module,):
+                if isinstance(linear, nn.Linear) and linear.weight.dtype != dtype:
+                    expected, found = (str(d).removeprefix("torch.") for d in (linear.weight.dtype, dtype))
+                    raise ValueError(f"hidden_states: expected dtype {expected} as that of {name}, found {found}; cast one to "
+                                     "the other (all projections to one dtype), or call the layer under torch.autocast")
 
     def extra_repr(self) -> str:
         return (f"hidden_size={self.hidden_size}, heads={self.num_heads}x{self.head_k_dim}, "

@@ -1,7 +1,7 @@
 """What the delta rules share around their kernels: argument checks, and one autograd function over a family's kernels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -29,7 +29,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call asks for, apart from its tensors; gate to safe_gate as in `Prologue`."""
+    """What one call asks for, apart from its tensors; gate to needs_grad as in `Prologue`."""
 
     family: Family
     packing: Packing
@@ -41,9 +41,11 @@ class Call:
     beta_range: float
     lower_bound: float | None = None
     safe_gate: bool = False
+    needs_grad: bool = False
 
     def prologue(self, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None) -> Prologue:
-        return Prologue(self.l2norm, self.gate, A_log, dt_bias, self.beta_range, self.lower_bound, self.safe_gate)
+        return Prologue(self.l2norm, self.gate, A_log, dt_bias, self.beta_range, self.lower_bound, self.safe_gate,
+                        self.needs_grad)
 
 
 class DeltaRule(torch.autograd.Function):
@@ -109,7 +111,9 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
         check_tensor("initial_state", initial_state, shape=shape, like=q)
         initial_state = initial_state.contiguous()
     A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
-    return DeltaRule.apply(*[x.contiguous() for x in (q, k, v, g, beta)], A_log, dt_bias, initial_state, call)
+    tensors = *[x.contiguous() for x in (q, k, v, g, beta)], A_log, dt_bias, initial_state
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return DeltaRule.apply(*tensors, replace(call, needs_grad=needs_grad))
 
 
 def strength_range(use_sigmoid: bool, allow_neg_eigval: bool) -> float:

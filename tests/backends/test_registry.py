@@ -11,12 +11,13 @@ from graphlin.backends import get_backend, register_backend
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.capture import capture
 from graphlin.errors import BackendUnavailable
+from graphlin.layers import GatedDeltaNet
 from graphlin.tier import Tier
 from graphlin.verify import verify
 from tests.blocks import Mixer, captured, pack
 
-MEMBERS = {"is_available", "new_pool", "pool_bytes", "side_stream", "stream", "synchronize", "syncs_refused", "is_capturing",
-           "capture", "arch", "num_cores", "launch_record", "launch", "count_launches"}
+MEMBERS = {"is_available", "new_pool", "pool_bytes", "pool_model", "unowned", "side_stream", "stream", "synchronize",
+           "syncs_refused", "is_capturing", "capture", "arch", "num_cores", "launch_record", "launch", "count_launches"}
 
 
 class Outsider:
@@ -41,15 +42,15 @@ def outsider(device, monkeypatch):
 
 
 def test_a_registered_backend_captures_launches_and_replays(device, outsider):
+    outsider.asked.clear()
     register_backend(outsider)
     assert get_backend(device) is outsider
-    outsider.asked.clear()
     graphed = capture(Mixer().to(device), Tier(16, 3))
     x, cu = pack([3, 6], device)
     assert torch.allclose(graphed(x, cu), graphed.block(x, cu), atol=1e-5)
     graphed(x, cu).sum().backward()
     captured(graphed, 2, backwards=1)
-    assert graphed.held_bytes() > 0 and verify(graphed, x, cu).ok
+    assert graphed.held_bytes() > 0 and verify(graphed, x, cu).ok and graphed.price.total > 0
     assert set(outsider.asked) == MEMBERS
     assert set(backends._protocol_members()) == {"device_type", *MEMBERS}
 
@@ -84,10 +85,16 @@ def test_an_incomplete_backend_is_refused_by_its_gaps(outsider):
 
 
 def test_a_device_without_backend_names_those_there_are():
-    with pytest.raises(BackendUnavailable, match="no graphlin backend for device type 'meta'; there are: cpu, cuda"):
-        get_backend("meta")
-    with pytest.raises(BackendUnavailable, match="'meta'"):
-        capture(Mixer().to("meta"), Tier(16, 3))
+    with pytest.raises(BackendUnavailable, match="no graphlin backend for device type 'xla'; there are: cpu, cuda, meta"):
+        get_backend("xla")
+
+
+def test_blocks_without_memory_have_shapes_and_no_graphs():
+    layer = GatedDeltaNet(64, head_dim=16, num_heads=2, expand_v=1).to("meta")
+    x, cu = torch.empty(1, 9, 64, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    assert layer(x, cu).shape == (1, 9, 64)
+    with pytest.raises(BackendUnavailable, match="no memory to capture; move it to a device, or ask graphlin.price"):
+        capture(layer, Tier(16, 3))(x, cu)
 
 
 @pytest.mark.parametrize("devices", [0, 1])

@@ -10,13 +10,16 @@ from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name,
 BASE = {"graphlin.errors", "graphlin.chunking"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
-           "graphlin.graphed", "graphlin.capture", "graphlin.price", "graphlin.verify"}
-DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter"}
+           "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
+           "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
+DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter",
+          "graphlin.backends.memory"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.
 MAY_IMPORT = {
     "graphlin": ANYTHING,
+    "graphlin.commands": ANYTHING,
     "graphlin.demo": ANYTHING,
     "graphlin.bench": ANYTHING,
     "graphlin.errors": set(),
@@ -24,16 +27,22 @@ MAY_IMPORT = {
     "graphlin.tier": BASE,
     "graphlin.packing": {*BASE, "graphlin.tier"},
     "graphlin.replay": {*MODEL, "graphlin.tier", "graphlin.packing"},
-    "graphlin.slots": {*MODEL, "graphlin.packing", "graphlin.replay", "graphlin.kernels.copy_rows"},
+    "graphlin.slots": {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.kernels.copy_rows"},
     "graphlin.watch": BASE,
+    "graphlin.turn": BASE,
+    "graphlin.modes": CAPTURE,
+    "graphlin.refusals": {*BASE, "graphlin.watch"},
+    "graphlin.recording": CAPTURE,
     "graphlin.capture": CAPTURE,
     "graphlin.graphed": {*CAPTURE, "graphlin.kernels.chunk_table"},
+    "graphlin.rehearsal": CAPTURE,
     "graphlin.price": CAPTURE,
     "graphlin.verify": CAPTURE,
     "graphlin.backends": BASE,
     "graphlin.backends.cuda": DEVICE,
     "graphlin.backends.host": DEVICE,
-    "graphlin.backends.npu": DEVICE,
+    "graphlin.backends.meta": {*DEVICE, "graphlin.backends.cuda"},
+    "graphlin.backends.npu": {*DEVICE, "graphlin.backends.cuda.memory"},
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},
@@ -42,6 +51,8 @@ MAY_IMPORT = {
 OUTSIDE = {"torch", "triton"}
 MORE_OUTSIDE = {
     "graphlin": {"rich"},
+    "graphlin.commands": {"rich"},
+    "graphlin.price": {"rich"},
     "graphlin.demo": {"rich", "matplotlib"},
     "graphlin.bench": {"rich", "matplotlib"},
     "graphlin.backends.npu": {"torch_npu"},

@@ -274,6 +274,8 @@ def test_wrong_arguments_are_named_and_the_layer_still_works(device, case):
         layer(hidden[..., :23], cu)
     with pytest.raises(ValueError, match="hidden_states: expected a batch of 1 with cu_seqlens, found 2"):
         layer(hidden.expand(2, -1, -1), cu)
+    with pytest.raises(ValueError, match="hidden_states: expected dtype float32 as that of q_proj, found bfloat16; cast"):
+        layer(torch.zeros(1, 8, 24, device=device, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="initial_state: expected the 4 states that this layer returns, found 1"):
         layer(hidden, cu, initial_state=make_states(layer, 1)[:1])
     with pytest.raises(ValueError, match="cu_seqlens"):
@@ -281,3 +283,19 @@ def test_wrong_arguments_are_named_and_the_layer_still_works(device, case):
     with pytest.raises(TypeError, match="cu_seqlen"):
         layer(hidden, cu_seqlen=cu)
     assert torch.equal(layer(hidden, cu), expected)
+
+
+@each_layer
+def test_projections_of_other_dtypes_are_named_and_autocast_takes_them(device, case):
+    layer = case.make(device, torch.bfloat16)
+    layer.o_proj.float()
+    x, cu = torch.randn(1, 8, 24, device=device, dtype=torch.bfloat16), torch.tensor([0, 3, 8], device=device)
+    with pytest.raises(ValueError, match="expected dtype float32 as that of o_proj, found bfloat16"):
+        layer(x, cu)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        mixed = layer(x, cu)
+    layer.o_proj.bfloat16()
+    layer.o_norm.float()
+    layer.A_log.data, layer.dt_bias.data = layer.A_log.data.float(), layer.dt_bias.data.float()
+    assert mixed.dtype == layer(x, cu).dtype == torch.bfloat16
+    assert_close_rms("o", mixed, layer(x, cu), torch.bfloat16)

@@ -10,8 +10,10 @@ import torch
 
 from graphlin.backends.cuda import graph as cuda_graph
 from graphlin.backends.cuda.launch import run_compiled
+from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.protocol import LaunchRecord
 
 # Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
@@ -36,6 +38,12 @@ class CudaBackend:
 
     def pool_bytes(self, pool: Any, device: torch.device) -> int:
         return cuda_graph.pool_bytes(pool, device)
+
+    def pool_model(self) -> CachingPool:
+        return CachingPool()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return without_ownership(tensors)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         cuda_graph.start_autograd(_index(device))
@@ -63,8 +71,8 @@ class CudaBackend:
     def num_cores(self, device: torch.device) -> int:
         return _multiprocessors(_index(device))
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+        return launch_record(kernel, arch=arch, K=K, V=V, R=R, BT=BT, dtype=dtype)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)

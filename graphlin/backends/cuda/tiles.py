@@ -15,62 +15,65 @@ def _dot(dtype: torch.dtype) -> dict:
     return dict(PREC="tf32x3" if dtype == torch.float32 else "tf32", COPY_LHS=False)
 
 
-def _prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", DOT_BLOCKS=False),
+def _prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False),
                         num_warps=2 if arch == "sm_90" else 4)
 
 
-def _recurrence(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32:
         rows = 16 if dtype == torch.float32 else 32
         return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows), PERSISTENT=False), num_warps=8)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32), PERSISTENT=False), num_stages=2)
 
 
-def _two_recurrences(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32 or arch != "sm_90":
-        return _recurrence(arch, K, V, dtype)
+        return _recurrence(arch, K, V, R, dtype)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64), PERSISTENT=False), num_stages=2)
 
 
-def _pairs(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32 or arch != "sm_90":
         return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), BV=_block(V, 32)), num_warps=8, num_stages=2)
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)), num_stages=3)
 
 
-def _states(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32:
         BK, BV = 32, 32
     elif arch != "sm_90":
         BK, BV = 32, 64
+    elif R == 1:
+        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)))
     else:
         BK, BV = 64, 128
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, BK), BV=_block(V, BV)), num_warps=8, num_stages=2)
 
 
-def _kda_prep(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), PREC_INV="tf32x3", DOT_BLOCKS=False, PAIRWISE=False))
+def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False),
+                        num_warps=2 if arch == "sm_90" else 4)
 
 
-def _kda_inter(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     rows = 32 if dtype == torch.float32 else 64
     return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if arch == "sm_80" else rows), BV=_block(V, rows)), num_warps=8,
                         num_stages=2)
 
 
-def _kda_intra(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if dtype == torch.float32 else 64), REV_SCAN=True, PAIRWISE=False),
-                        num_warps=8)
+def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    fast = arch == "sm_90" and dtype != torch.float32
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), REV_SCAN=True, PAIRWISE=False), num_warps=2 if fast else 4)
 
 
-def _conv_forward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread, and works on two or four rows."""
     rows = 16 if arch == "sm_90" and K <= 4 else 8
     return LaunchRecord(dict(BR=rows, BD=_block(V, 512 // dtype.itemsize), ROWWISE=False), waves=16)
 
 
-def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecord:
+def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp walks down 512 bytes of a row at a time, or half of that where more than four taps need the registers."""
     width = (512 if K <= 4 else 256) // dtype.itemsize
     BD = _block(V, width)
@@ -78,9 +81,9 @@ def _conv_backward(arch: str, K: int, V: int, dtype: torch.dtype) -> LaunchRecor
 
 
 _RECORDS = {
-    "chunk_table_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
-    "chunk_local_cumsum": lambda arch, K, V, dtype: LaunchRecord(dict(BX=64)),
-    "copy_active_rows": lambda arch, K, V, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
+    "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
+    "chunk_local_cumsum": lambda arch, K, V, R, dtype: LaunchRecord(dict(BX=64)),
+    "copy_active_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
     "conv_forward": _conv_forward,
     "conv_backward": _conv_backward,
     "gdn_prep": _prep,
@@ -88,15 +91,15 @@ _RECORDS = {
     "delta_two_recurrences": _two_recurrences,
     "gdn_pair_gradients": _pairs,
     "gdn_state_gradients": _states,
-    "gdn_finish_gradients": lambda arch, K, V, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
+    "gdn_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
     "kda_prep": _kda_prep,
     "kda_inter_gradients": _kda_inter,
     "kda_intra_gradients": _kda_intra,
-    "kda_finish_gradients": lambda arch, K, V, dtype: LaunchRecord({}, num_warps=8, waves=8),
-    "sum_chunks": lambda arch, K, V, dtype: LaunchRecord(dict(BR=32, BX=64)),
+    "kda_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord({}, num_warps=8, waves=8),
+    "sum_chunks": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=32, BX=64)),
 }
 
 
-def launch_record(kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-    """The record of a kernel for an architecture (`sm_80`, `sm_90`, `sm_100`), head sizes and dtype."""
-    return _RECORDS[kernel](arch, K, V, dtype)
+def launch_record(kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+    """The record of a kernel for an architecture (`sm_80`, `sm_90`, `sm_100`), head sizes, value heads a key head and dtype."""
+    return _RECORDS[kernel](arch, K, V, R, dtype)

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -12,8 +13,10 @@ from graphlin.backends.diagnostics import blame
 from graphlin.backends.host import graph as host_graph
 from graphlin.backends.host.launch import run_interpreted
 from graphlin.backends.host.launches import LAUNCH_MARK, count_launches
+from graphlin.backends.host.memory import KeepingPool
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
+from graphlin.backends.memory import alias
 from graphlin.backends.protocol import LaunchRecord
 from graphlin.errors import ColdKernel
 
@@ -25,16 +28,27 @@ class HostBackend:
 
     def __init__(self) -> None:
         self._ran: set[tuple] = set()
+        self._pools: WeakSet[host_graph.HostPool] = WeakSet()
 
     def is_available(self) -> bool:
         choose_interpreter()
         return is_interpreting() and importlib.util.find_spec("triton") is not None
 
     def new_pool(self) -> host_graph.HostPool:
-        return host_graph.HostPool()
+        pool = host_graph.HostPool()
+        self._pools.add(pool)
+        return pool
 
     def pool_bytes(self, pool: host_graph.HostPool, device: torch.device) -> int:
         return pool.nbytes()
+
+    def pool_model(self) -> KeepingPool:
+        return KeepingPool()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """A host graph holds what it writes; tensors that do not, beside it, show who uses them after its reset."""
+        made = {storage for pool in self._pools for graph in pool.graphs for storage in graph.storages}
+        return [alias(t) if t is not None and t.untyped_storage()._cdata in made else t for t in tensors]
 
     def side_stream(self, device: torch.device) -> None:
         return None
@@ -63,8 +77,8 @@ class HostBackend:
     def num_cores(self, device: torch.device) -> int:
         return 1
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+        return launch_record(kernel, arch=arch, K=K, V=V, R=R, BT=BT, dtype=dtype)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         variant = _variant(kernel, args, constexprs, record)

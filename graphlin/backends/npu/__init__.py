@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphlin.backends.cuda.memory import Block, CachingPool
 from graphlin.backends.interpreter import is_interpreting
 from graphlin.backends.npu.launch import cube_cores, run_compiled
 from graphlin.backends.npu.tiles import launch_record
@@ -16,6 +17,15 @@ from graphlin.errors import BackendUnavailable
 
 # Beginnings of ACL's calls that put work on a stream; that torch.profiler names them so on a device was not seen yet.
 _LAUNCHES = ("aclrtLaunch", "rtKernelLaunch", "aclmdlRIExecute", "aclnn", "aclrtMemcpyAsync", "aclrtMemsetAsync")
+
+_PADDING = 32
+
+
+class PaddedPool(CachingPool):
+    """torch_npu's allocator is made after PyTorch's for CUDA and pads every allocation (NPUCachingAllocator.cpp)."""
+
+    def allocate(self, nbytes: int) -> Block:
+        return super().allocate(nbytes + _PADDING)
 
 
 class NpuBackend:
@@ -46,6 +56,12 @@ class NpuBackend:
     def pool_bytes(self, pool: Any, device: torch.device) -> int:
         return self._graph.pool_bytes(pool, _index(device))
 
+    def pool_model(self) -> PaddedPool:
+        return PaddedPool()
+
+    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return list(tensors)    # memory of the npu can't be wrapped without torch_npu's own description of it
+
     def side_stream(self, device: torch.device) -> Any:
         return torch.npu.Stream(device)
 
@@ -70,8 +86,8 @@ class NpuBackend:
     def num_cores(self, device: torch.device) -> int:
         return cube_cores(_index(device))
 
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, BT=BT, dtype=dtype)
+    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+        return launch_record(kernel, arch=arch, K=K, V=V, R=R, BT=BT, dtype=dtype)
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)

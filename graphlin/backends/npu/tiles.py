@@ -18,13 +18,13 @@ _TILES = {
     "copy_active_rows": lambda K, V: dict(BLOCK=2048, BN=64),
     "conv_forward": lambda K, V: dict(BR=16, BD=_block(V, 128), ROWWISE=True),
     "conv_backward": lambda K, V: dict(BR=16, BD=_block(V, 64 if K <= 4 else 32), UNROLL=1, ROWWISE=True),
-    "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", DOT_BLOCKS=True),
+    "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=True),
     "delta_recurrence": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=True),
     "delta_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=True),
     "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
-    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 32), PREC_INV="ieee", DOT_BLOCKS=True, PAIRWISE=True),
+    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 32), PREC_INV="ieee", BI=16, DOT_BLOCKS=True, PAIRWISE=True),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
     "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 32), REV_SCAN=True, PAIRWISE=True),
     "kda_finish_gradients": lambda K, V: {},
@@ -32,6 +32,6 @@ _TILES = {
 }
 
 
-def launch_record(kernel: str, *, arch: str, K: int, V: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
+def launch_record(kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
     """The record of a kernel for head sizes; every chunk size and dtype shares it."""
     return LaunchRecord(tiles=_TILES[kernel](K, V), waves=1)

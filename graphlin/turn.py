@@ -1,0 +1,43 @@
+"""Which thread may use a captured block's graphs and slots."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphlin.errors import CaptureError
+
+
+class Turn:
+    """A lock that threads take for each call, and that one thread holds while it records.
+
+    A backward that is recorded runs in autograd's own threads. One of those may be the thread that asks for a turn here: it
+    runs a checkpointed call anew, in another thread's backward. If it waited, the recording would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_recording = False
+
+    def __enter__(self) -> None:
+        if self._lock.acquire(blocking=False):
+            return
+        is_backward = torch._C._current_graph_task_id() != -1
+        while not self._lock.acquire(timeout=0.1 if is_backward else -1):
+            if self._is_recording:
+                raise CaptureError("a captured block is called in a backward (by activation checkpointing around it) while "
+                                   "another thread captures it, and each would wait for the other. Capture it before threads "
+                                   "share it, by a first call or with sample_args.")
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """For the thread that has the turn."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
