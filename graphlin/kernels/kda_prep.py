@@ -15,7 +15,7 @@ from graphlin.kernels.common import chunk, chunk_count, chunk_slot, keep, row_ma
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates, load_strength, masked_decay
 from graphlin.kernels.kda_anchors import anchoring, block_pairs, block_sums, level_decay, level_pairs
-from graphlin.kernels.kda_pairwise import pairwise_products
+from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.triangular import unit_lower_inverse
@@ -92,7 +92,10 @@ def _half(q, k, g, dt_bias, c, p_q, p_g, p_c, i_hv, m_t, o_k, rate, lower_bound,
     b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                                # [HB, BK]
     b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
     b_g = masked_decay(load_channel_gates(g, dt_bias, p_g, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS), m, rate, lower_bound, GATE)
-    b_c = block_sums(b_g, HB, BK)
+    if PAIRWISE:
+        b_c = block_scans(b_g, HB, BK)
+    else:
+        b_c = block_sums(b_g, HB, BK)
     if c is not None:
         tl.store(c + p_c + o_h[:, None] * K + o_k[None, :], b_c, mask=(o_k < K)[None, :])
     first = (o_h < 16)[:, None]
