@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 HOSTED = "ubuntu-24.04"
+DEBIAN = "python:3.11-bookworm"
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class Lane:
 
     runner: str = HOSTED
     """The label of the machine. Any but the hosted one is used once the repository variable DEVICE_RUNNERS names it."""
+
+    container: str = ""
+    """The image that a hosted lane runs in, where it needs a Linux of its own."""
 
     waits_for: str = ""
     """What has to exist before the lane can run; a lane that waits has no job."""
@@ -44,12 +48,18 @@ LANES = (
          short=('make cuda-compile ARGS="--variants main one-group"',)),
     Lane("cuda-compile-triton36", "Triton 3.6 to sm_80, sm_90 and sm_100, all variants; no GPU",
          (f"make cuda-compile {TRITON36}",)),
+    Lane("npu-compile", "triton-ascend and bishengir to Ascend 910B3, all variants; no NPU", ("make npu-compile",), minutes=120,
+         short=('make npu-compile ARGS="--variants main"',), container=DEBIAN),
+    Lane("npu-signature", "the npu backend's calls against torch_npu's wheels; no NPU", ("make npu-signature",), minutes=15),
+    Lane("npu", "the suite on the emulated Ascend device of ci/npu_rig; no NPU", ("make npu-test ARGS=--slow",), minutes=240,
+         short=('make npu-test ARGS="tests/backends/test_npu_graph.py tests/ops/test_chunks.py '
+                'tests/test_capture_layers.py"',), container=DEBIAN),
     Lane("cuda-a100", "A100 (sm_80): the suite and the demo", ON_CUDA, runner="a100"),
     Lane("cuda-h100", "H100 (sm_90): the suite and the demo", ON_CUDA, runner="h100"),
     Lane("cuda-h200", "H200 (sm_90): the suite and the demo", ON_CUDA, runner="h200"),
     Lane("npu-910b", "Ascend 910B, torch_npu and triton-ascend: the suite and the demo",
          ("make test-device DEVICE=npu PYTHON=python ARGS=--slow", "python -m graphlin demo --json"),
-         runner="ascend-910b", waits_for="the npu backend"),
+         runner="ascend-910b"),
 )
 
 

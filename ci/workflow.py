@@ -32,6 +32,17 @@ HOSTED_JOB = """\
       - run: python ci/lane.py {name}
 """
 
+CONTAINER_JOB = """\
+  {name}:
+    # {about}
+    runs-on: {runner}
+    container: {container}
+    timeout-minutes: {minutes}
+    steps:
+      - uses: actions/checkout@v4
+      - run: python ci/lane.py {name}
+"""
+
 DEVICE_JOB = """\
   {name}:
     # {about}. Runs where the repository variable DEVICE_RUNNERS names the label.
@@ -49,8 +60,8 @@ def job(row: Lane) -> str:
     """The job of a lane, or a comment that says what the lane waits for."""
     if row.waits_for:
         return f"  # {row.name} ({row.about}) waits for {row.waits_for}.\n"
-    text = HOSTED_JOB if row.hosted else DEVICE_JOB
-    return text.format(name=row.name, about=row.about, runner=row.runner, minutes=row.minutes)
+    text = DEVICE_JOB if not row.hosted else CONTAINER_JOB if row.container else HOSTED_JOB
+    return text.format(name=row.name, about=row.about, runner=row.runner, container=row.container, minutes=row.minutes)
 
 
 def workflow() -> str:

@@ -10,7 +10,7 @@ from graphlin.errors import BackendUnavailable
 __all__ = ["Graph", "GraphBackend", "LaunchRecord", "PoolModel", "get_backend", "register_backend"]
 
 _BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend"),
-             "meta": ("graphlin.backends.meta", "MetaBackend")}
+             "npu": ("graphlin.backends.npu", "NpuBackend"), "meta": ("graphlin.backends.meta", "MetaBackend")}
 _backends: dict[str, GraphBackend] = {}
 _available: dict[str, GraphBackend] = {}  # those that said they can run: not asked again at each launch
 
@@ -35,7 +35,7 @@ def get_backend(device: torch.device | str) -> GraphBackend:
     >>> get_backend("cuda").num_cores(torch.device("cuda", 0))
     132
     """
-    device_type = device.type if isinstance(device, torch.device) else torch.device(device).type
+    device_type = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     backend = _backends.get(device_type)
     if backend is not None and _available.get(device_type) is backend:
         return backend

@@ -9,8 +9,10 @@ from graphlin.kernels.launch import launch, record_for
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT"])
-def chunk_table_rows(cu, chunks, N, T, NT, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """BR rows a program. A row's sequence is the number of sequences whose chunks end at or before it, counted block by block."""
+def chunk_table_rows(cu, chunks, N, T, NT, BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+                     ROWWISE: tl.constexpr):
+    """BR rows a program, stored in whole rows if ROWWISE. A row's sequence is the number of sequences whose chunks end at or
+    before it, counted block by block."""
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     i_n = tl.zeros([BR], dtype=tl.int32)
     first = tl.zeros([BR], dtype=tl.int32)
@@ -28,8 +30,13 @@ def chunk_table_rows(cu, chunks, N, T, NT, BT: tl.constexpr, BR: tl.constexpr, B
         total += tl.sum(b_nt, 0)
     live = o_r < total
     m_r = o_r < NT
-    tl.store(chunks + o_r * 2, tl.where(live, i_n, -1), mask=m_r)
-    tl.store(chunks + o_r * 2 + 1, tl.where(live, o_r - first, -1), mask=m_r)
+    if ROWWISE:
+        o_2 = tl.arange(0, 2)
+        b_row = tl.where(o_2[None, :] == 0, i_n[:, None], (o_r - first)[:, None])                        # [BR, 2]
+        tl.store(chunks + o_r[:, None] * 2 + o_2[None, :], tl.where(live[:, None], b_row, -1), mask=m_r[:, None])
+    else:
+        tl.store(chunks + o_r * 2, tl.where(live, i_n, -1), mask=m_r)
+        tl.store(chunks + o_r * 2 + 1, tl.where(live, o_r - first, -1), mask=m_r)
 
 
 def chunk_table(cu_seqlens: torch.Tensor, max_tokens: int, chunk_size: int) -> torch.Tensor:

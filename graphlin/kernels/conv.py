@@ -29,7 +29,7 @@ def load_columns(weight, o_d, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr
 
 
 @triton.jit
-def tap(b_w, j: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+def tap(b_w, j, W: tl.constexpr, BW: tl.constexpr):
     """[BD] weights of the rows j before; 0 for a tap that is not there."""
     return tl.sum(tl.where((tl.arange(0, BW) == W - 1 - j)[None, :], b_w, 0.0), 1)
 
@@ -45,11 +45,22 @@ def load_bias(bias, o_d, D: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """[rows, BD] float32: slot o_s of a `[N, D, W]` state for each row, 0 for rows that have none."""
+def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+               ROWWISE: tl.constexpr):
+    """[BR, BD] float32: slot o_s of a `[N, D, W]` state for each row, 0 for rows that have none.
+
+    ROWWISE loads all slots as they lie, and each row picks its own; for devices that move whole rows.
+    """
     p = state + tl.cast(i_n, tl.int64) * (D * W)
-    m = row_mask((o_s >= 0) & (o_s < W), o_d, D, BD)
-    return tl.load(p + o_d[None, :] * W + o_s[:, None], mask=m, other=0.).to(tl.float32)
+    if ROWWISE:
+        b_w = load_columns(p, o_d, D, W, BW)
+        b_h = tl.zeros([BR, BD], dtype=tl.float32)
+        for i_s in range(0, W):
+            b_h += tl.where((o_s == i_s)[:, None], tap(b_w, W - 1 - i_s, W, BW)[None, :], 0.0)
+    else:
+        m = row_mask((o_s >= 0) & (o_s < W), o_d, D, BD)
+        b_h = tl.load(p + o_d[None, :] * W + o_s[:, None], mask=m, other=0.).to(tl.float32)
+    return b_h
 
 
 @triton.jit
@@ -64,7 +75,8 @@ def sigmoid(b_z):
 @triton.jit
 def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, cu, T, D: tl.constexpr, W: tl.constexpr,
                     BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
-                    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr):
+                    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr,
+                    ROWWISE: tl.constexpr):
     """BR rows at a time. Each row is loaded once for every tap, from the cache for all but the first."""
     bos, n = sequence(cu, i_n, T, VARLEN)
     o_d = i_d * BD + tl.arange(0, BD)
@@ -81,7 +93,7 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
             b_x = tl.load(x + (p - j * D) + o_x, mask=m, other=0.).to(tl.float32)            # [BR, BD]
             if INITIAL:
                 if i_r < j:
-                    b_x += load_slots(initial_state, i_n, (i_r - j + W) + o_r, o_d, D, W, BD)
+                    b_x += load_slots(initial_state, i_n, (i_r - j + W) + o_r, o_d, D, W, BR, BD, BW, ROWWISE)
             b_z = tl.fma(tap(b_w, j, W, BW)[None, :], b_x, b_z)
         m = row_mask(i_r + o_r < n, o_d, D, BD)
         if RESIDUAL:
@@ -120,7 +132,8 @@ def _store_final_state(x, initial_state, final_state, i_n, i_d, cu, T, D: tl.con
 def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, chunks, N, T, NT, NTS,
                  D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
                  BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-                 INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
+                 INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
+                 ROWWISE: tl.constexpr):
     """Tasks (chunk, D tile) for y, then (sequence, D tile) for the final state, grid-stride."""
     ND: tl.constexpr = (D + BD - 1) // BD
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * ND, tl.num_programs(0)):
@@ -130,7 +143,7 @@ def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, c
             live = (i_n >= 0) & (i_n < N)
         if live:
             _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD,
-                            BW, SILU, BIAS, RESIDUAL, INITIAL, VARLEN)
+                            BW, SILU, BIAS, RESIDUAL, INITIAL, VARLEN, ROWWISE)
     if STORE_FINAL:
         for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
             _store_final_state(x, initial_state, final_state, i_task // ND, i_task % ND, cu, T, D, W, BD, BW, INITIAL,

@@ -23,29 +23,43 @@ def _silu_gradient(b_z):
 
 
 @triton.jit
-def _strand_mask(first, n, o_r, L: tl.constexpr):
-    """Which of the rows `first + o_r * L` lie in [0, n)."""
-    low = (tl.maximum(-first, 0) + L - 1) // L
-    high = (tl.maximum(n - first, 0) + L - 1) // L
-    return (o_r >= low) & (o_r < high)
+def _range_mask(o_r, low, high, ROWWISE: tl.constexpr):
+    """Which offsets lie in [low, high). ROWWISE says so in the one form that triton-ascend 3.2 sees as a range without
+    reading memory that it has freed."""
+    if ROWWISE:
+        o = (0 - low) + o_r
+        m = (o >= 0) & (o < high - low)
+    else:
+        m = (o_r >= low) & (o_r < high)
+    return m
 
 
 @triton.jit
-def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr):
+def _strand_mask(first, n, o_r, L: tl.constexpr, ROWWISE: tl.constexpr):
+    """Which of the rows `first + o_r * L` lie in [0, n)."""
+    low = (tl.maximum(-first, 0) + L - 1) // L
+    high = (tl.maximum(n - first, 0) + L - 1) // L
+    return _range_mask(o_r, low, high, ROWWISE)
+
+
+@triton.jit
+def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
+                  ROWWISE: tl.constexpr):
     """Rows `first + o_r * L` of a sequence that starts at p."""
-    m = row_mask(_strand_mask(first, n, o_r, L), o_d, D, BD)
+    m = row_mask(_strand_mask(first, n, o_r, L, ROWWISE), o_d, D, BD)
     return tl.load(x + (p + tl.cast(first, tl.int64) * D) + o_x, mask=m, other=0.)                   # [BR, BD]
 
 
 @triton.jit
 def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
-               BR: tl.constexpr, BD: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr):
+               BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr,
+               ROWWISE: tl.constexpr):
     """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
     if back < W:
-        b_x = _load_strands(x, p, first - back, n, o_r, o_x, o_d, D, BD, L).to(tl.float32)
+        b_x = _load_strands(x, p, first - back, n, o_r, o_x, o_d, D, BD, L, ROWWISE).to(tl.float32)
         if INITIAL:
             if first < back:
-                b_x += load_slots(initial_state, i_n, (first - back + W) + o_r * L, o_d, D, W, BD)
+                b_x += load_slots(initial_state, i_n, (first - back + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
     else:
         b_x = tl.zeros([BR, BD], dtype=tl.float32)
     return b_x
@@ -101,7 +115,8 @@ def _store_weight_gradients(partials, p, o_d, D: tl.constexpr, W: tl.constexpr, 
 def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_c, i_n, i_t, i_d, cu, T,
                          D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
                          BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-                         INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, VARLEN: tl.constexpr):
+                         INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, VARLEN: tl.constexpr,
+                         ROWWISE: tl.constexpr):
     """BR strands of L consecutive rows, a row of each at a time; dx needs dz of the W - 1 rows after a strand too.
 
     Eight rows of x and of dz have names since Triton has no arrays of tiles; the compiler drops those beyond W. Three
@@ -133,13 +148,13 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     v_5 = tap(b_w, W - 6, W, BW)
     v_6 = tap(b_w, W - 7, W, BW)
     v_7 = tap(b_w, W - 8, W, BW)
-    x_1 = _load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_2 = _load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_3 = _load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_4 = _load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_5 = _load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
-    x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, L, INITIAL)
+    x_1 = _load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_2 = _load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_3 = _load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_4 = _load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_5 = _load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
     zero = tl.zeros([BR, BD], dtype=tl.float32)
     # A tile for each: Triton 3.6 to 3.9 carry a name round a loop only if the body leaves it another tile than it came
     # with, so of names with one first tile those that just hand it on would stay 0.
@@ -151,12 +166,12 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     d_6 = tl.zeros([BR, BD], dtype=tl.float32)
     d_7 = tl.zeros([BR, BD], dtype=tl.float32)
     g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L)
-    x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
-    x_c = _load_strands(x, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
-    dy_a = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L)
-    dy_b = _load_strands(dy, p, first + 1, n, o_r, o_x, o_d, D, BD, L)
-    dy_c = _load_strands(dy, p, first + 2, n, o_r, o_x, o_d, D, BD, L)
+    x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+    x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+    x_c = _load_strands(x, p, first + 2, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+    dy_a = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+    dy_b = _load_strands(dy, p, first + 1, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+    dy_c = _load_strands(dy, p, first + 2, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
     for i_s in range(first, first + tl.minimum(L, n - first) + (W - 1), UNROLL):
         for i_u in tl.static_range(UNROLL):
             i_r = i_s + i_u
@@ -164,11 +179,11 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
             x_0 = x_a.to(tl.float32)
             d_0 = dy_a.to(tl.float32)
             if DRESIDUAL:
-                m = row_mask(_strand_mask(i_r, tl.where(own, n, 0), o_r, L), o_d, D, BD)
+                m = row_mask(_strand_mask(i_r, tl.where(own, n, 0), o_r, L, ROWWISE), o_d, D, BD)
                 p_r = dresidual + (p + tl.cast(i_r, tl.int64) * D) + o_x
                 tl.store(p_r, dy_a.to(dresidual.dtype.element_ty), mask=m)
-            x_a, x_b, x_c = x_b, x_c, _load_strands(x, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
-            dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L)
+            x_a, x_b, x_c = x_b, x_c, _load_strands(x, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+            dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
             if SILU:
                 b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
                 d_0 = tl.fma(d_0, _silu_gradient(b_z), zero)
@@ -176,8 +191,9 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
             i_o = i_r - (W - 1)
             if DFINAL:
                 if i_o + (BR - 1) * L >= n - W:
-                    b_dx += load_slots(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BD)
-            m = row_mask(_strand_mask(i_o, tl.where((i_o >= first) & (i_o < first + L), n, 0), o_r, L), o_d, D, BD)
+                    b_dx += load_slots(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
+            here = (i_o >= first) & (i_o < first + L)
+            m = row_mask(_strand_mask(i_o, tl.where(here, n, 0), o_r, L, ROWWISE), o_d, D, BD)
             tl.store(dx + (p + tl.cast(i_o, tl.int64) * D) + o_x, b_dx.to(dx.dtype.element_ty), mask=m)
             d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
             if own:                    # rows after a strand are counted where they belong
@@ -200,7 +216,7 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
 @triton.jit
 def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_n, i_d, cu, T, D: tl.constexpr,
                             W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-                            DFINAL: tl.constexpr, VARLEN: tl.constexpr):
+                            DFINAL: tl.constexpr, VARLEN: tl.constexpr, ROWWISE: tl.constexpr):
     """Slot w feeds rows 0 to w - 1, and slot w - n of the final state of a sequence shorter than that."""
     bos, n = sequence(cu, i_n, T, VARLEN)
     o_d = i_d * BD + tl.arange(0, BD)
@@ -212,7 +228,7 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
     b_b = load_bias(bias, o_d, D, BD, BIAS)
     b_dh = tl.zeros([BD, BW], dtype=tl.float32)
     if DFINAL:
-        m = m_d[:, None] & ((o_w >= n) & (o_w < W))[None, :]
+        m = m_d[:, None] & _range_mask(o_w, n, W, ROWWISE)[None, :]
         b_dh += tl.load(dfinal + (p_h - n) + o_h, mask=m, other=0.).to(tl.float32)
     for i_p in tl.static_range(W - 1):
         m = o_d < tl.where(n > i_p, D, 0)
@@ -226,8 +242,13 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
                     b_x = tl.load(initial_state + (p_h + W + i_p - j) + o_d * W, mask=m, other=0.).to(tl.float32)
                 b_z = tl.fma(tap(b_w, j, W, BW), b_x, b_z)
             b_dz *= _silu_gradient(b_z)
-        m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
-        b_v = tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
+        if ROWWISE:                         # a load from before the tensor, even if masked, is refused
+            b_v = tl.zeros([BD, BW], dtype=tl.float32)
+            for i_w in range(0, W):
+                b_v += tl.where((o_w == i_w + i_p + 1)[None, :], tap(b_w, W - 1 - i_w, W, BW)[:, None], 0.0)
+        else:
+            m = m_d[:, None] & ((o_w >= i_p + 1) & (o_w < W))[None, :]
+            b_v = tl.load(weight + o_h - (i_p + 1), mask=m, other=0.).to(tl.float32)
         b_dh = tl.fma(b_dz[:, None], b_v, b_dh)                                                 # [BD, BW]
     tl.store(dinitial + p_h + o_h, b_dh.to(dinitial.dtype.element_ty), mask=m_d[:, None] & (o_w < W)[None, :])
 
@@ -237,7 +258,7 @@ def conv_backward(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, din
                   N, T, NT, NTS, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
                   BD: tl.constexpr, BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
                   INITIAL: tl.constexpr, DFINAL: tl.constexpr, DRESIDUAL: tl.constexpr, DINITIAL: tl.constexpr,
-                  VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr):
+                  VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, ROWWISE: tl.constexpr):
     """Tasks (chunk, D tile) for dx, dresidual and partial sums, then (sequence, D tile) for dinitial, grid-stride."""
     ND: tl.constexpr = (D + BD - 1) // BD
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * ND, tl.num_programs(0)):
@@ -248,11 +269,11 @@ def conv_backward(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, din
         if live:
             _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_task // ND,
                                  i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD, BW, UNROLL, SILU, BIAS, INITIAL,
-                                 DFINAL, DRESIDUAL, VARLEN)
+                                 DFINAL, DRESIDUAL, VARLEN, ROWWISE)
     if DINITIAL:
         for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
             _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_task // ND, i_task % ND,
-                                    cu, T, D, W, BD, BW, SILU, BIAS, DFINAL, VARLEN)
+                                    cu, T, D, W, BD, BW, SILU, BIAS, DFINAL, VARLEN, ROWWISE)
     if VARLEN:
         first = active_rows(cu, N, T)
         zero_rows(dx, first, T, D, ZERO_BLOCK)

@@ -13,16 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from graphlin.backends import LaunchRecord
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.launch import launch, record_for
+from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
 
 @triton.jit
 def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """A tile of an `[N, HV, K, V]` (or `[N, HV, V, K]`) state, transposed: [BV, BK] float32."""
-    p = p_h + i_nh.to(tl.int64) * (K * V)
+    p = p_h + tl.cast(i_nh, tl.int64) * (K * V)
     if V_FIRST:
         b_h = tl.load(p + o_v[:, None] * K + o_k[None, :], mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.)
     else:
@@ -32,7 +33,7 @@ def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: 
 
 @triton.jit
 def _store_state(p_h, b_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    p = p_h + i_nh.to(tl.int64) * (K * V)
+    p = p_h + tl.cast(i_nh, tl.int64) * (K * V)
     b_h = b_h.to(p_h.dtype.element_ty)
     if V_FIRST:
         tl.store(p + o_v[:, None] * K + o_k[None, :], b_h, mask=(o_v < V)[:, None] & (o_k < K)[None, :])
@@ -175,11 +176,17 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
 def delta_recurrence(q, k, kw, A, P, G, b, rq, rk, v, h0, o, ht, cu, N, T, NS, scale,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
-                     VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
-    """Grid (sequence, value head, V tile). Writes o and ht; BK covers K."""
+                     VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+                     PERSISTENT: tl.constexpr):
+    """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu, T,
-                NS, scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
+    if PERSISTENT:
+        for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
+            _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, scale, H,
+                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
+    else:
+        _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
+                    T, NS, scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
@@ -189,12 +196,22 @@ def delta_two_recurrences(q, k, kw, A, P, G, b, rq, rk, v, do, h0, dht, St, E, R
                           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                          PREC: tl.constexpr, COPY_LHS: tl.constexpr):
-    """Grid 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence."""
+                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
+    program each or, PERSISTENT, grid-stride in each half of the programs."""
     NV: tl.constexpr = (V + BV - 1) // BV
     half = tl.num_programs(0) // 2
     i_p = tl.program_id(0) % half
-    if tl.program_id(0) < half:
+    if PERSISTENT:
+        if tl.program_id(0) < half:
+            for i_task in range(i_p, N * (HV * NV), half):
+                _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, scale,
+                               H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
+        else:
+            for i_task in range(i_p, N * (HV * NV), half):
+                _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS,
+                            scale, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
+    elif tl.program_id(0) < half:
         _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, scale, H, HV, K,
                        V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
     else:
@@ -204,6 +221,10 @@ def delta_two_recurrences(q, k, kw, A, P, G, b, rq, rk, v, do, h0, dht, St, E, R
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
 
+def _programs(tasks: int, record: LaunchRecord, device: torch.device) -> int:
+    return grid_stride(tasks, record, device) if record.tiles["PERSISTENT"] else tasks
+
+
 def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
                    packing: Packing, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o like v, and the final state float32 if wanted."""
@@ -211,7 +232,7 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    grid = packing.N * HV * -(-V // record.tiles["BV"])
+    grid = _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     launch(delta_recurrence, grid, *operands[:-1], v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
            VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel)
@@ -227,7 +248,7 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     E, dv = torch.empty_like(v), torch.empty_like(v)
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    grid = 2 * packing.N * HV * -(-V // record.tiles["BV"])
+    grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     launch(delta_two_recurrences, grid, *operands[:-1], v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
            packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,

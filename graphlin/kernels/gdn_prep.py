@@ -62,7 +62,8 @@ def _key_products(q, k, p_0, m_0, m_1, H: tl.constexpr, K: tl.constexpr, BK: tl.
 def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h, cu, T, NS, scale,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
-                PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, COPY_LHS: tl.constexpr):
+                PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+                COPY_LHS: tl.constexpr):
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
@@ -104,7 +105,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
         tl.store(b + p * BT + o_h, b_0)
         b_w = decay_matrix(G_0, HB) * b_0[None, :]                                                       # [HB, HB]
         tl.store(P + p_c, (b_w * qk_00).to(P.dtype.element_ty))
-        a_0 = unit_lower_inverse(tl.where(low, b_w * kk_00, 0.0), HB, BI, PREC_INV)
+        a_0 = unit_lower_inverse(tl.where(low, b_w * kk_00, 0.0), HB, BI, PREC_INV, DOT_BLOCKS)
         tl.store(A + p_c, a_0.to(A.dtype.element_ty))
         if TWO:
             b_1 = load_strength(beta, p_g + HB * HV, m_1, o_h, HV, BETA)
@@ -114,7 +115,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
             tl.store(b + p * BT + HB + o_h, b_1)
             b_w = decay_matrix(G_1, HB) * b_1[None, :]
             tl.store(P + p_c + HB * BT + HB, (b_w * qk_11).to(P.dtype.element_ty))
-            a_1 = unit_lower_inverse(tl.where(low, b_w * kk_11, 0.0), HB, BI, PREC_INV)
+            a_1 = unit_lower_inverse(tl.where(low, b_w * kk_11, 0.0), HB, BI, PREC_INV, DOT_BLOCKS)
             tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
             b_w = tl.exp2(G_1[:, None] - G_0[None, :]) * b_0[None, :]
             tl.store(P + p_c + HB * BT, (b_w * qk_10).to(P.dtype.element_ty))
@@ -130,7 +131,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
 def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, scale,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
-             GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, COPY_LHS: tl.constexpr):
+             GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+             COPY_LHS: tl.constexpr):
     """Tasks (chunk, key head), grid-stride; a task makes A, P, G, b of all value heads of its key head, and rq, rk."""
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // H, NTS, VARLEN)
@@ -139,7 +141,7 @@ def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, cu, chunks, N, T
             live = (i_n >= 0) & (i_n < N)
         if live:
             _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_task % H, cu, T, NS, scale,
-                        H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC, PREC_INV, BI, COPY_LHS)
+                        H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC, PREC_INV, BI, DOT_BLOCKS, COPY_LHS)
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,

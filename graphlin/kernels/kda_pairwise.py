@@ -21,6 +21,17 @@ def _block_sums(b_x, ROWS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def block_scans(b_x, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Sums from the first row of each block of 16 on, by a scan of 2-D tiles alone."""
+    o_b = tl.arange(0, ROWS) // 16
+    b_y = tl.zeros([ROWS, BK], dtype=tl.float32)
+    for i in tl.static_range(ROWS // 16):
+        m = (o_b == i)[:, None]
+        b_y = tl.where(m, tl.cumsum(tl.where(m, b_x, 0.0), 0), b_y)
+    return b_y
+
+
+@triton.jit
 def _block_row(b_x, j, ROWS: tl.constexpr, BK: tl.constexpr):
     """Row j of each block of 16, in all rows of its block."""
     return _block_sums(tl.where((tl.arange(0, ROWS) % 16 == j)[:, None], b_x, 0.0), ROWS, BK)

@@ -15,7 +15,7 @@ from graphlin.kernels.common import chunk, chunk_count, chunk_slot, keep, row_ma
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates, load_strength, masked_decay
 from graphlin.kernels.kda_anchors import anchoring, block_pairs, block_sums, level_decay, level_pairs
-from graphlin.kernels.kda_pairwise import pairwise_products
+from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.triangular import unit_lower_inverse
@@ -92,7 +92,10 @@ def _half(q, k, g, dt_bias, c, p_q, p_g, p_c, i_hv, m_t, o_k, rate, lower_bound,
     b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                                # [HB, BK]
     b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
     b_g = masked_decay(load_channel_gates(g, dt_bias, p_g, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS), m, rate, lower_bound, GATE)
-    b_c = block_sums(b_g, HB, BK)
+    if PAIRWISE:
+        b_c = block_scans(b_g, HB, BK)
+    else:
+        b_c = block_sums(b_g, HB, BK)
     if c is not None:
         tl.store(c + p_c + o_h[:, None] * K + o_k[None, :], b_c, mask=(o_k < K)[None, :])
     first = (o_h < 16)[:, None]
@@ -157,7 +160,8 @@ def _chunk_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, rq
 def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_n, i_t, i_hv, cu, T, NS, scale, lower_bound,
                 lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
-                PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
+                PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+                COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
@@ -193,14 +197,14 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
     tl.store(P + p_c, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, BI, PREC_INV)
+    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
     tl.store(A + p_c, a_0.to(A.dtype.element_ty))
     if TWO:
         tl.store(P + p_c + HB * BT, (m_10 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
         n_10 = tl.dot(n_10 * rk_1[:, None] * b_w, a_0, input_precision=PREC_INV)
         b_w = (rk_1 * b_1)[None, :]
         tl.store(P + p_c + HB * BT + HB, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV)
+        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
         tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
         n_10 = tl.dot(a_1, n_10, input_precision=PREC_INV)
         tl.store(A + p_c + HB * BT, (-n_10).to(A.dtype.element_ty))
@@ -214,7 +218,7 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, 
              lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
              L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr,
              VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr,
-             BI: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
+             BI: tl.constexpr, DOT_BLOCKS: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
     """Tasks (chunk, value head), grid-stride; the first value head of a key head stores rq and rk."""
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV, tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)
@@ -224,7 +228,7 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, 
         if live:
             _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_n, i_t, i_task % HV, cu, T, NS,
                         scale, lower_bound, lift, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, BI,
-                        COPY_LHS, PAIRWISE)
+                        DOT_BLOCKS, COPY_LHS, PAIRWISE)
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,

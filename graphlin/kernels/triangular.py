@@ -5,23 +5,52 @@ import triton.language as tl
 
 
 @triton.jit
-def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr):
+def _diagonal_blocks(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+    """The BI x BI diagonal blocks of `[BT, BT]`: [BT // BI, BI, BI].
+
+    DOT_BLOCKS takes them by a product with zeros and ones: bishengir fuses a sum over a 4-D tile with the loop that
+    reads it, and then wants ten times the memory there is.
+    """
+    NB: tl.constexpr = BT // BI
+    o_c = tl.arange(0, BT)
+    b_x = tl.where((o_c // BI)[:, None] == (o_c // BI)[None, :], b_x, 0.0)
+    if DOT_BLOCKS:
+        b_one = tl.where((o_c % BI)[:, None] == tl.arange(0, BI)[None, :], 1.0, 0.0)                     # [BT, BI]
+        b_d = tl.reshape(tl.dot(b_x, b_one, input_precision=PREC), [NB, BI, BI])
+    else:
+        b_d = tl.sum(tl.reshape(b_x, [NB, BI, NB, BI]), 2)
+    return b_d
+
+
+@triton.jit
+def _block_diagonal(b_d, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+    """`[BT, BT]` of its BI x BI diagonal blocks."""
+    NB: tl.constexpr = BT // BI
+    o_c = tl.arange(0, BT)
+    if DOT_BLOCKS:
+        b_one = tl.where(tl.arange(0, BI)[:, None] == (o_c % BI)[None, :], 1.0, 0.0)                     # [BI, BT]
+        b_x = tl.dot(tl.reshape(b_d, [BT, BI]), b_one, input_precision=PREC)
+    else:
+        b_x = tl.reshape(tl.broadcast_to(b_d[:, :, None, :], [NB, BI, NB, BI]), [BT, BT])
+    return tl.where((o_c // BI)[:, None] == (o_c // BI)[None, :], b_x, 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
     """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
     merges of neighbours, BI and BT powers of two. Product (Neumann) forms are exact on paper but lose everything when keys are
     alike.
     """
     NB: tl.constexpr = BT // BI
-    o_c = tl.arange(0, BT)
     o_s = tl.arange(0, BI)
-    same = (o_c // BI)[:, None] == (o_c // BI)[None, :]
-    b_d = tl.sum(tl.reshape(tl.where(same, b_x, 0.0), [NB, BI, NB, BI]), 2)      # [NB, BI, BI]
+    b_d = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
     b_m = tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, 0.0) + tl.zeros([NB, BI, BI], dtype=tl.float32)
     for j in range(0, BI - 1):
         at_j = o_s == j
         b_col = tl.sum(tl.where(at_j[None, None, :], b_d, 0.0), 2)                                       # [NB, BI]
         b_row = tl.sum(tl.where(at_j[None, :, None], b_m, 0.0), 1)                                       # [NB, BI]
         b_m = b_m - b_col[:, :, None] * b_row[:, None, :]
-    b_m = tl.where(same, tl.reshape(tl.broadcast_to(b_m[:, :, None, :], [NB, BI, NB, BI]), [BT, BT]), 0.0)
+    b_m = _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS)
     if BI <= 4 and BT > 4:
         b_m = _merge(b_x, b_m, 4, BT, PREC)
     if BI <= 8 and BT > 8:

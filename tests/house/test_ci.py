@@ -45,7 +45,7 @@ def test_every_lane_has_a_job_or_says_what_it_waits_for(ci):
 def test_matrix_covers_every_device_and_toolchain(ci):
     names = {row.name for row in ci("lanes").LANES}
     assert {"host-triton36", "host-triton39", "cuda-compile", "cuda-a100", "cuda-h100", "cuda-h200",
-            "npu-910b"} <= names
+            "npu-compile", "npu-signature", "npu", "npu-910b"} <= names
 
 
 def test_lanes_are_documented(ci):
@@ -67,7 +67,7 @@ def test_ci_run_names_lanes_that_need_no_device(ci):
     names = re.search(r"ci/lane\.py --short (.+)", script.read_text())[1].split()
     rows = [ci("lanes").lane(name) for name in names]
     assert all(row.hosted for row in rows)
-    assert {"lint", "host-triton36", "host-triton39", "cuda-compile"} == set(names)
+    assert {"lint", "host-triton36", "host-triton39", "cuda-compile", "npu-compile", "npu-signature", "npu"} == set(names)
 
 
 def test_unknown_lane_is_refused(ci):

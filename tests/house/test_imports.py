@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "graphlin.backends.cuda": DEVICE,
     "graphlin.backends.host": DEVICE,
     "graphlin.backends.meta": {*DEVICE, "graphlin.backends.cuda"},
-    "graphlin.backends.npu": DEVICE,
+    "graphlin.backends.npu": {*DEVICE, "graphlin.backends.cuda.memory"},
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},

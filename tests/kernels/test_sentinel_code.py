@@ -53,6 +53,7 @@ def stripped(tmp_path_factory) -> Path:
 
 def launches(folder: Path, switch: str, cache: Path) -> dict[str, dict]:
     """PTX of all launches of the ops, with the kernels of the `graphlin` in `folder`; comments are dropped."""
+    pytest.importorskip("triton.backends.nvidia", reason="compares PTX")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TRITON_INTERPRET": "0",
                    "TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("ptx_of_launches.py")), switch],

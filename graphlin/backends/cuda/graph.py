@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
-from graphlin.backends.diagnostics import blame
-from graphlin.errors import CaptureError, ColdKernel, GraphlinError, HostSync
+from graphlin.backends.diagnostics import blame, compiles_refused
+from graphlin.errors import CaptureError, GraphlinError, HostSync
 
 _invalidated: list[torch.cuda.CUDAGraph] = []
 # Of c10/cuda/CUDAFunctions.cpp, in the mode that refuses syncs, and of aten/src/ATen/native/cuda/Copy.cu, in captures.
@@ -33,7 +33,7 @@ def start_autograd(index: int) -> None:
 def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures the body on `stream`. After a failure the capture is ended, the graph reset and the stream usable."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), _compiles_refused(), _failures_typed():
+    with torch.cuda.stream(stream), compiles_refused(torch.cuda.is_current_stream_capturing), _failures_typed():
         graph.capture_begin(pool=pool, capture_error_mode=error_mode)
         try:
             with syncs_refused():
@@ -107,33 +107,6 @@ def _failures_typed() -> Iterator[None]:
             raise
         raise CaptureError(f"the capture broke at {blame(traceback.extract_tb(error.__traceback__))}: the block does "
                            f"there what a CUDA graph cannot hold. {error}") from error
-
-
-@contextmanager
-def _compiles_refused() -> Iterator[None]:
-    """Triton asks this hook before it compiles; a launch of a compiled kernel does not come here."""
-    owner, name = _cache_hook()
-    previous = getattr(owner, name)
-    setattr(owner, name, _refuse_compile)
-    try:
-        yield
-    finally:
-        setattr(owner, name, previous)
-
-
-def _cache_hook() -> tuple[Any, str]:
-    import triton
-    if hasattr(triton, "knobs"):
-        return triton.knobs.runtime, "jit_cache_hook"
-    return triton.runtime.jit.JITFunction, "cache_hook"
-
-
-def _refuse_compile(*args: Any, **kwargs: Any) -> None:
-    if not torch.cuda.is_current_stream_capturing():
-        return  # another thread's kernel
-    raise ColdKernel(f"kernel {kwargs['fn'].name} would be compiled inside a capture, launched from "
-                     f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options before "
-                     "capturing (num_warmup_iters of at least 1).")
 
 
 def pool_bytes(pool: Any, device: torch.device) -> int:

@@ -16,20 +16,21 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", BI=16), num_warps=2 if arch == "sm_90" else 4)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False),
+                        num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32:
         rows = 16 if dtype == torch.float32 else 32
-        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows)), num_warps=8)
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32)), num_stages=2)
+        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows), PERSISTENT=False), num_warps=8)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32), PERSISTENT=False), num_stages=2)
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32 or arch != "sm_90":
         return _recurrence(arch, K, V, R, dtype)
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64)), num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64), PERSISTENT=False), num_stages=2)
 
 
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -51,7 +52,8 @@ def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
 
 
 def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="tf32x3", BI=16, PAIRWISE=False), num_warps=2 if arch == "sm_90" else 4)
+    return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False),
+                        num_warps=2 if arch == "sm_90" else 4)
 
 
 def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -68,18 +70,18 @@ def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread, and works on two or four rows."""
     rows = 16 if arch == "sm_90" and K <= 4 else 8
-    return LaunchRecord(dict(BR=rows, BD=_block(V, 512 // dtype.itemsize)), waves=16)
+    return LaunchRecord(dict(BR=rows, BD=_block(V, 512 // dtype.itemsize), ROWWISE=False), waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp walks down 512 bytes of a row at a time, or half of that where more than four taps need the registers."""
     width = (512 if K <= 4 else 256) // dtype.itemsize
     BD = _block(V, width)
-    return LaunchRecord(dict(BR=min(16, 2 * width // BD), BD=BD, UNROLL=4), num_warps=2, waves=16)
+    return LaunchRecord(dict(BR=min(16, 2 * width // BD), BD=BD, UNROLL=4, ROWWISE=False), num_warps=2, waves=16)
 
 
 _RECORDS = {
-    "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64)),
+    "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
     "chunk_local_cumsum": lambda arch, K, V, R, dtype: LaunchRecord(dict(BX=64)),
     "copy_active_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
     "conv_forward": _conv_forward,

@@ -1,0 +1,135 @@
+"""What the compile lanes compile: the public ops, each in a named set of variants of its compile-time switches."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import graphlin
+from graphlin.kernels.copy_rows import RowCopy
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One setting of the ops' compile-time switches. The default is the main one: that of a real layer, packed."""
+
+    dtype: torch.dtype = torch.bfloat16
+    H: int = 16
+    HV: int = 32
+    K: int = 128
+    V: int = 128
+    chunk_size: int = 64
+    taps: int = 4
+    packed: bool = True
+    extras: bool = True
+    """Gate, sigmoid, l2norm, bias, residual and activation inside the kernels, and states in and out."""
+    graph_capture: bool | None = None
+    state_v_first: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it uses the main launch records, which may not spill much whatever the other switches."""
+        return (self.dtype, self.K, self.V, self.chunk_size) == (torch.bfloat16, 128, 128, 64)
+
+
+VARIANTS = {
+    "main": Variant(),
+    "bare": Variant(extras=False),
+    "dense": Variant(packed=False),
+    "exact": Variant(graph_capture=False),
+    "fp16": Variant(dtype=torch.float16),
+    "fp32": Variant(dtype=torch.float32),
+    "one-group": Variant(H=32, HV=32),
+    "small": Variant(K=64, V=64),
+    "odd": Variant(K=100, V=60),
+    "large": Variant(K=256, V=256),
+    "large-fp32": Variant(K=256, V=256, dtype=torch.float32),
+    "chunk-32": Variant(chunk_size=32),
+    "chunk-16": Variant(chunk_size=16),
+    "v-first": Variant(state_v_first=True),
+    "taps-8": Variant(taps=8),
+}
+TOKENS, SEQS = 256, 4
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A leaf that wants a gradient; its values are never read."""
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def packing(variant: Variant) -> dict[str, Any]:
+    """The packing arguments that the ops share."""
+    if not variant.packed:
+        return {"chunk_size": variant.chunk_size}
+    cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
+    return {"chunk_size": variant.chunk_size, "cu_seqlens": cu, "graph_capture": variant.graph_capture}
+
+
+def differentiate(*outputs: torch.Tensor | None) -> None:
+    """Runs the backward of all outputs."""
+    present = [x for x in outputs if x is not None]
+    torch.autograd.backward(present, [torch.zeros_like(x) for x in present])
+
+
+def run_chunks(variant: Variant) -> None:
+    """The chunk table and the cumulative sums, both ways."""
+    graphlin.prepare_chunk_indices(torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, variant.chunk_size)
+    for reverse in (False, True):
+        graphlin.chunk_local_cumsum(make(1, TOKENS, variant.HV), reverse=reverse, **packing(variant))
+
+
+def run_gated_delta_rule(variant: Variant) -> None:
+    """Gated DeltaNet, forward and backward."""
+    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
+    state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
+    extras: dict[str, Any] = {}
+    if variant.extras:
+        extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
+                      use_gate_in_kernel=True, A_log=make(HV), dt_bias=make(HV), use_beta_sigmoid_in_kernel=True)
+    gate_dtype = dtype if variant.extras else torch.float32
+    differentiate(*graphlin.chunk_gated_delta_rule(
+        make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
+        make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, dtype=gate_dtype),
+        make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **extras, **packing(variant)))
+
+
+def run_kda(variant: Variant) -> None:
+    """Kimi Delta Attention with each of its gates, forward and backward."""
+    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
+    state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
+    gates: list[dict[str, Any]] = [{}]
+    if variant.extras:
+        extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
+                      use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, dt_bias=make(HV * variant.K))
+        gates = [dict(extras, A_log=make(HV)), dict(extras, A_log=make(HV), lower_bound=-5.0, safe_gate=True),
+                 dict(extras, lower_bound=-5.0)]
+    gate_dtype = dtype if variant.extras else torch.float32
+    for gate in gates:
+        differentiate(*graphlin.chunk_kda(
+            make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
+            make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, variant.K, dtype=gate_dtype),
+            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **gate, **packing(variant)))
+
+
+def run_causal_conv1d(variant: Variant) -> None:
+    """The short convolution over all heads' values, forward and backward."""
+    D, dtype, seqs = variant.HV * variant.V, variant.dtype, SEQS if variant.packed else 1
+    extras: dict[str, Any] = {}
+    if variant.extras:
+        extras = dict(bias=make(D, dtype=dtype), residual=make(1, TOKENS, D, dtype=dtype), activation="silu",
+                      initial_state=make(seqs, D, variant.taps, dtype=dtype), output_final_state=True)
+    differentiate(*graphlin.causal_conv1d(
+        make(1, TOKENS, D, dtype=dtype), make(D, variant.taps, dtype=dtype), **extras, **packing(variant)))
+
+
+def run_copy_in(variant: Variant) -> None:
+    """The copy of active rows into a graph's static buffers."""
+    cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
+    x = torch.zeros(1, TOKENS, variant.HV * variant.V, dtype=variant.dtype)
+    copy = RowCopy(torch.zeros_like(x), dim=1)
+    copy(x, cu)
+    copy(x, cu, torch.zeros(SEQS + 1, dtype=torch.int32))
+    copy(x, None)
+
+
+RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_copy_in)

@@ -1,0 +1,130 @@
+"""ACL graphs: what they record, captures that fail, and what those leave; on the rig or on an Ascend device."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from graphlin.backends import LaunchRecord, get_backend
+from graphlin.errors import BackendUnavailable, CaptureError, ColdKernel, HostSync, ReplayError
+from graphlin.kernels.launch import launch
+from tests.backends.kernel import add_one
+
+
+@pytest.fixture
+def npu(request):
+    if request.config.option.device != "npu":
+        pytest.skip("needs an NPU")
+    return torch.device("npu", torch.npu.current_device())
+
+
+def record(device, body, pool=None):
+    backend = get_backend(device)
+    stream = backend.side_stream(device)
+    backend.synchronize(device)
+    with backend.capture(pool=pool or backend.new_pool(), stream=stream) as graph:
+        out = body()
+    return graph, out
+
+
+def launch_cold(x):
+    y = torch.zeros_like(x)
+    launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=8192)
+    return y
+
+
+FAILURES = {
+    "item": (lambda x: (x * 2).sum().item(), HostSync, "waits for the device at .*test_npu_graph.py"),
+    "cpu": (lambda x: x.cpu(), HostSync, "Keep the value on the device"),
+    "tolist": (lambda x: x.tolist(), HostSync, "waits"),
+    "mask": (lambda x: x[x > 0], HostSync, "waits"),
+    "synchronize": (lambda x: torch.npu.synchronize(), HostSync, "waits"),
+    "cold kernel": (launch_cold, ColdKernel, "kernel add_one would be compiled inside a capture"),
+    "of the body": (lambda x: {}["key"], KeyError, "key"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_capture_is_typed_and_leaves_stream_and_pool_usable(npu, failure):
+    body, error, text = FAILURES[failure]
+    x, stream, pool = torch.randn(5, device=npu), torch.npu.current_stream(), get_backend(npu).new_pool()
+    with pytest.raises(error, match=text):
+        record(npu, lambda: body(x), pool)
+    assert torch.npu.current_stream() == stream and not get_backend(npu).is_capturing()
+    graph, out = record(npu, lambda: x * 2)
+    x.add_(1)
+    graph.replay()
+    assert torch.equal(out, x * 2)
+
+
+def test_a_side_stream_that_is_not_joined_breaks_the_capture(npu):
+    x, side = torch.randn(5, device=npu), torch.npu.Stream()
+
+    def fork():
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            x.add_(1)
+
+    with pytest.raises(CaptureError, match="not joined again"):
+        record(npu, fork)
+
+
+def test_a_capture_on_the_default_stream_is_refused(npu):
+    backend = get_backend(npu)
+    with pytest.raises(CaptureError, match="default stream.*pass a stream of side_stream()"):
+        with backend.capture(pool=backend.new_pool(), stream=torch.npu.default_stream()):
+            pass
+
+
+def test_a_graph_without_a_capture_is_no_graph(npu):
+    graph, _ = record(npu, lambda: torch.ones(3, device=npu) * 2)
+    with pytest.raises(CaptureError, match="second capture.*reset"), torch.npu.stream(torch.npu.Stream()):
+        graph.capture_begin()
+    graph.reset()
+    for use in (graph.replay, graph.pool):
+        with pytest.raises(ReplayError, match="holds no capture"):
+            use()
+
+
+def test_pool_bytes_are_the_segments_of_the_pool(npu):
+    backend = get_backend(npu)
+    pool = backend.new_pool()
+    assert backend.pool_bytes(pool, npu) == 0
+    graph, out = record(npu, lambda: torch.zeros(16 << 20, device=npu) + 1, pool)
+    assert 64 << 20 <= backend.pool_bytes(pool, npu) <= 256 << 20
+    graph.replay()
+    assert (out == 1).all()
+
+
+def test_device_facts(npu):
+    backend = get_backend(npu)
+    assert backend.arch(npu).startswith("Ascend910")
+    assert backend.num_cores(torch.device("npu")) in range(16, 65)
+
+
+NO_CANN = """
+from graphlin.backends import get_backend
+try:
+    get_backend("npu")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_torch_npu_without_cann_is_a_typed_error(npu):
+    """In a process of its own, where nothing has made the ACL libraries known."""
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    env = os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_LIBRARY_PATH": "", "NPU_RIG_LOADED": ""}
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", NO_CANN], capture_output=True, text=True, env=env).stdout
+    if "npu_rig" not in sys.modules:
+        pytest.skip("this machine has CANN where the loader finds it")
+    assert told.startswith("BackendUnavailable") and "libhccl.so" in told and "set_env.sh" in told
+
+
+def test_no_torch_npu_is_a_typed_error():
+    if "torch_npu" in sys.modules:
+        pytest.skip("torch_npu is installed")
+    with pytest.raises(BackendUnavailable, match="torch_npu is not installed. Install graphlin"):
+        get_backend("npu")
