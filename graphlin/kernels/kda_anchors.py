@@ -22,7 +22,7 @@ from graphlin.kernels.delta_problem import Prologue
 
 
 @triton.jit
-def block_sums(b_g, ROWS: tl.constexpr, BK: tl.constexpr):
+def block_cumsum(b_g, ROWS: tl.constexpr, BK: tl.constexpr):
     """Sums of log decays from the first row of each block of 16 rows on: [ROWS, BK]."""
     return tl.reshape(tl.cumsum(tl.reshape(b_g, [ROWS // 16, 16, BK]), 1), [ROWS, BK])
 

@@ -39,14 +39,14 @@ def _product(ts, p_t, o_b, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, row, n, b_y, b_a, scale, lift, H: tl.constexpr,
+def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y, b_a, scale, lift, H: tl.constexpr,
                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
     """Block i_b, whose decayed y is given, as a writer to the later blocks. Returns κ without the decay of y; a; ΣT of them."""
     DT: tl.constexpr = fw.dtype.element_ty
     b_w = tl.zeros([16, BK], dtype=tl.float32)
     b_t = tl.zeros([BK], dtype=tl.float32)
     for j in range(i_b + 1, BT // 16):
-        m_t = row + j * 16 + o_b < n
+        m_t = first_row + j * 16 + o_b < n
         b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
         b_er = tl.exp2(b_c) * lift
         x_q = (_rows(q, rq, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, scale, H, K, BK) * b_er).to(DT)
@@ -62,7 +62,7 @@ def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, row, n,
 
 
 @triton.jit
-def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, row, n, b_rest, lift, H: tl.constexpr,
+def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n, b_rest, lift, H: tl.constexpr,
                   K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
     """Block i_b as a reader of the earlier blocks: F y and W y of them; ΣT of them; what dg gets from all their rows, with
     `2^b_rest` from the beginning of i_b to the end of the chunk."""
@@ -73,7 +73,7 @@ def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o
     b_past = tl.zeros([BK], dtype=tl.float32)
     for i in range(0, i_b):
         j = i_b - 1 - i
-        m_t = row + j * 16 + o_b < n
+        m_t = first_row + j * 16 + o_b < n
         b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
         b_y = _rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK)
         b_y = b_y * tl.load(b + p_b + j * 16 + o_b)[:, None] * (tl.exp2(b_next[None, :] - b_c) * (1.0 / lift))
@@ -154,7 +154,7 @@ def _log_decay_gradient(b_a, b_w, b_all, o_b, PREC: tl.constexpr, REV_SCAN: tl.c
 
 @triton.jit
 def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d, i_hv, i_b,
-                 o_k, row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                 o_k, first_row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
                  BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
                  SAFE: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     """Block i_b of a chunk, one tile of channels; b_all is what dg gets in all of its rows from elsewhere.
@@ -164,7 +164,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
     DT: tl.constexpr = fw.dtype.element_ty
     o_b = tl.arange(0, 16)
     first = i_b * 16
-    m_t = row + first + o_b < n
+    m_t = first_row + first + o_b < n
     p_x = p_q + first * (H * K)
     b_q = _rows(q, rq, p_x, p_r + first, m_t, o_b, o_k, scale, H, K, BK)
     b_k = _rows(k, rk, p_x, p_r + first, m_t, o_b, o_k, 1.0, H, K, BK)
@@ -174,9 +174,9 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
     b_ew = tl.exp2(b_t[None, :] - b_c) * (1.0 / lift)
     b_y = b_k * b_b[:, None]
 
-    b_dw, b_a, b_later = _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, row, n, b_y * b_ew,
+    b_dw, b_a, b_later = _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y * b_ew,
                                       tl.zeros([16, BK], dtype=tl.float32), scale, lift, H, K, BT, BK, PREC)
-    u_q, u_k, b_earlier, b_past = _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, row, n,
+    u_q, u_k, b_earlier, b_past = _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n,
                                                 b_t + b_later, lift, H, K, BT, BK, PREC)
     p = fw + p_f + first * (BT + 1) + o_b[:, None] * BT + o_b[None, :]
     b_f = tl.load(p)                                                                                     # [16, 16]

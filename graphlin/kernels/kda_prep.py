@@ -14,7 +14,7 @@ import triton.language as tl
 from graphlin.kernels.common import chunk, chunk_count, chunk_slot, keep, row_mask, sequence
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates, load_strength, masked_decay
-from graphlin.kernels.kda_anchors import anchoring, block_pairs, block_sums, level_decay, level_pairs
+from graphlin.kernels.kda_anchors import anchoring, block_cumsum, block_pairs, level_decay, level_pairs
 from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
@@ -95,7 +95,7 @@ def _half(q, k, g, dt_bias, c, p_q, p_g, p_c, i_hv, m_t, o_k, rate, lower_bound,
     if PAIRWISE:
         b_c = block_scans(b_g, HB, BK)
     else:
-        b_c = block_sums(b_g, HB, BK)
+        b_c = block_cumsum(b_g, HB, BK)
     if c is not None:
         tl.store(c + p_c + o_h[:, None] * K + o_k[None, :], b_c, mask=(o_k < K)[None, :])
     first = (o_h < 16)[:, None]

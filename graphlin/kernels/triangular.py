@@ -38,9 +38,10 @@ def _block_diagonal(b_d, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr,
 @triton.jit
 def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
     """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
-    merges of neighbours, BI and BT powers of two. Product (Neumann) forms are exact on paper but lose everything when keys are
-    alike.
+    merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
+    everything when keys are alike.
     """
+    tl.static_assert(BT <= 32 and BI <= BT)
     NB: tl.constexpr = BT // BI
     o_s = tl.arange(0, BI)
     b_d = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
@@ -55,7 +56,7 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
         b_m = _merge(b_x, b_m, 4, BT, PREC)
     if BI <= 8 and BT > 8:
         b_m = _merge(b_x, b_m, 8, BT, PREC)
-    if BT > 16:
+    if BI <= 16 and BT > 16:
         b_m = _merge(b_x, b_m, 16, BT, PREC)
     return b_m
 
