@@ -46,13 +46,16 @@ class Call:
 
 def backend_calls(files: list[Path]) -> list[Call]:
     """Every call of torch.npu and of its graph in these files."""
-    return [call for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-            for call in _calls(path, node)]
+    return [call for path in files for part in ast.parse(path.read_text()).body for node in ast.walk(part)
+            if isinstance(node, ast.Call) for call in _calls(path, part, node)]
 
 
-def _calls(path: Path, node: ast.Call) -> Iterator[Call]:
+def _calls(path: Path, part: ast.stmt, node: ast.Call) -> Iterator[Call]:
+    """The call of one node inside a top-level part of a file; `super()` is the graph in a class that is one."""
     text = ast.unparse(node.func)
-    for prefix, owner in (("torch.npu.", ""), ("super().", f"{GRAPH}."), ("graph.", f"{GRAPH}.")):
+    of_graph = isinstance(part, ast.ClassDef) and any(GRAPH in ast.unparse(base) for base in part.bases)
+    owners = {"torch.npu.": "", "graph.": f"{GRAPH}."} | ({"super().": f"{GRAPH}."} if of_graph else {})
+    for prefix, owner in owners.items():
         if text.startswith(prefix) and text.count(".") == prefix.count("."):
             yield Call(f"{path.name}:{node.lineno}", owner + text.removeprefix(prefix), len(node.args),
                        tuple(keyword.arg for keyword in node.keywords))

@@ -14,13 +14,14 @@ SYNCS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 def no_host_sync(device, monkeypatch):
     """Raises where the host reads a device value, other than inside the interpreter that stands for a kernel."""
     if device.type != "cpu":
+        module = torch.get_device_module(device)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")     # the mode is a prototype, says PyTorch
-                torch.cuda.set_sync_debug_mode("error")
+                module.set_sync_debug_mode("error")
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            module.set_sync_debug_mode("default")
         return
     with monkeypatch.context() as patch:
         launching = _count_launches(patch, get_backend(device))

@@ -40,7 +40,8 @@ class PoisonedMemory:
         out.set_(memory.untyped_storage(), GUARD, out.shape, out.stride())
         if out.dtype == torch.bool:
             out.fill_(True)
-        if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):      # there the fill runs at a replay, if ever
+        capturing = getattr(torch.get_device_module(out.device), "is_current_stream_capturing", bool)
+        if not capturing():     # in a capture the fill runs at a replay, if ever
             self._held.append((f"{out.dtype} {list(out.shape)} of {where}", memory, margin))
 
     def check(self) -> None:

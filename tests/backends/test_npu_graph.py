@@ -71,6 +71,13 @@ def test_a_side_stream_that_is_not_joined_breaks_the_capture(npu):
         record(npu, fork)
 
 
+def test_syncs_outside_captures_are_refused_where_asked(npu):
+    x = torch.ones(3, device=npu)
+    with pytest.raises(HostSync, match="waits for the device at .*test_npu_graph.py"), get_backend(npu).syncs_refused():
+        x.sum().item()
+    assert x.sum().item() == 3
+
+
 def test_a_capture_on_the_default_stream_is_refused(npu):
     backend = get_backend(npu)
     with pytest.raises(CaptureError, match="default stream.*pass a stream of side_stream()"):

@@ -72,7 +72,7 @@ class NpuBackend:
         torch.npu.synchronize(device)
 
     def syncs_refused(self) -> AbstractContextManager:
-        return self._graph.failures_typed()
+        return self._graph.syncs_refused()
 
     def is_capturing(self) -> bool:
         return torch.npu.is_current_stream_capturing()

@@ -2,6 +2,7 @@
 
 import re
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,8 @@ _KEEP_ON_DEVICE = ("a graph cannot repeat that. Keep the value on the device (ma
 _CODE = r"error code(?: is |:)"
 # A code or text of an error that torch_npu raises (acl/error_codes/rt_error_codes.h, NPUGraph.cpp) -> what it means here.
 _MEANING = (
-    (_CODE + r"(107027|107028|107030)\b", HostSync, f"the block waits for the device at {{line}}: {_KEEP_ON_DEVICE}"),
+    (_CODE + r"(107027|107028|107030)\b|called a synchronizing NPU operation", HostSync,
+     f"the block waits for the device at {{line}}: {_KEEP_ON_DEVICE}"),
     (r"captured on a non-default stream", CaptureError, "a capture on the default stream, at {line}: pass a stream of "
      "side_stream(), and do the warm-up there too."),
     (r"without a preceding successful capture", ReplayError, "a graph that holds no capture was used at {line}: capture first; "
@@ -65,6 +67,25 @@ def record(pool: Any, stream: Any, error_mode: str) -> Iterator[AclGraph]:
                 graph.capture_end()     # what broke the capture makes its end fail too
             graph.reset()
             raise
+
+
+@contextmanager
+def syncs_refused() -> Iterator[None]:
+    """Turns a host sync of the body, outside captures, into HostSync."""
+    mode = torch.npu.get_sync_debug_mode()
+    try:
+        _set_sync_debug_mode("error")
+        with failures_typed():
+            yield
+    finally:
+        _set_sync_debug_mode(mode)
+
+
+def _set_sync_debug_mode(mode: str | int) -> None:
+    """torch_npu warns that the mode is experimental; where warnings are errors, that must not stop a capture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.npu.set_sync_debug_mode(mode)
 
 
 @contextmanager
