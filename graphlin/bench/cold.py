@@ -60,10 +60,10 @@ def main(name: str, device_name: str, shape: str, sizes: str) -> None:
     kind, device = next(kind for kind in LAYERS if kind.name == name), torch.device(device_name)
     seconds = first_replay(kind, device, tuple(json.loads(shape)), replace(scale_of(device).sizes, **json.loads(sizes)))
     print(json.dumps({"seconds": seconds}), flush=True)
-    os._exit(0)  # a thread of autograd that still lets go of the backward would want the interpreter's lock while that ends
 
 
 SECTIONS = {"cold": jobs}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # a thread of autograd that still lets go of the backward would want the interpreter's lock while that ends

@@ -61,12 +61,12 @@ def test_a_record_with_wrong_results_is_no_candidate(tuning, monkeypatch):
         raise RuntimeError("differs")
 
     monkeypatch.setattr(tune, "check_alike", refuse)
-    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 16}))
+    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 16, "ROWWISE": False}))
     assert found.error == "RuntimeError: differs" and found.microseconds == float("inf")
 
 
 def test_a_record_that_cannot_be_launched_is_no_candidate(tuning):
-    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 24}))
+    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 24, "ROWWISE": False}))
     assert found.error and found.microseconds == float("inf")
 
 
