@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ os.environ["TRITON_CACHE_DIR"] = str(ROOT / "build" / "cuda-compile")
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from launches import Job, note_launches, unlaunched_kernels  # noqa: E402
+from launches import Job, compiled, note_launches, unlaunched_kernels  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from variants import VARIANTS  # noqa: E402
 
@@ -60,28 +59,18 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-_jobs: list[Job] = []  # filled before the workers are forked, since kernels cannot be sent to them
-
-
-def _compile_numbered(index: int) -> tuple[int, Needs]:
-    return index, compile_job(_jobs[index])
-
-
 def report(jobs: list[Job], processes: int) -> int:
     """Compiles the jobs, prints a line for each and returns how many are at fault."""
-    _jobs[:] = jobs
     faults = 0
     print(f"Triton {triton.__version__}: {len(jobs)} cubins\n{'kernel':<24}{'variant':<12}{'arch':<8}warps stages"
           f"  registers  stack B  shared B  tiles")
-    with get_context("fork").Pool(processes) as pool:
-        for index, needs in pool.imap(_compile_numbered, range(len(jobs))):
-            job = jobs[index]
-            wrong = fault(job.kernel.__name__, job.arch, VARIANTS[job.variant].is_main, needs)
-            faults += bool(wrong)
-            tiles = " ".join(f"{name}={value}" for name, value in job.record.tiles.items())
-            print(f"{job.kernel.__name__:<24}{job.variant:<12}{job.arch:<8}{job.record.num_warps:>5}"
-                  f" {job.record.num_stages:>6}  {needs.registers:>9}  {needs.stack:>7}  {needs.shared:>8}  {tiles}"
-                  + (f"\n    FAULT {wrong}" if wrong else ""), flush=True)
+    for job, needs in compiled(jobs, compile_job, processes):
+        wrong = fault(job.kernel.__name__, job.arch, VARIANTS[job.variant].is_main, needs)
+        faults += bool(wrong)
+        tiles = " ".join(f"{name}={value}" for name, value in job.record.tiles.items())
+        print(f"{job.kernel.__name__:<24}{job.variant:<12}{job.arch:<8}{job.record.num_warps:>5}"
+              f" {job.record.num_stages:>6}  {needs.registers:>9}  {needs.stack:>7}  {needs.shared:>8}  {tiles}"
+              + (f"\n    FAULT {wrong}" if wrong else ""), flush=True)
     return faults
 
 

@@ -5,9 +5,10 @@ of launching a kernel it notes the launch. So no table of kernels or signatures 
 """
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -90,6 +91,21 @@ def note_launches(variants: Sequence[str], archs: Sequence[str], records: Callab
             for run in RUNS:
                 run(VARIANTS[backend.variant])
     return list(backend.jobs.values())
+
+
+_work: list = []  # filled before the workers are forked, since kernels cannot be sent to them
+
+
+def _compile_numbered(index: int) -> Any:
+    compile_job, jobs = _work
+    return compile_job(jobs[index])
+
+
+def compiled(jobs: Sequence[Job], compile_job: Callable[[Job], Any], processes: int) -> Iterator[tuple[Job, Any]]:
+    """Each job, in order, with what `compile_job` says of it in a worker process."""
+    _work[:] = compile_job, jobs
+    with get_context("fork").Pool(processes) as pool:
+        yield from zip(jobs, pool.imap(_compile_numbered, range(len(jobs))), strict=True)
 
 
 def unlaunched_kernels(jobs: Sequence[Job]) -> set[str]:

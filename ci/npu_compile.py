@@ -13,9 +13,7 @@ import argparse
 import os
 import re
 import sys
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_CACHE_DIR"] = str(ROOT / "build" / "npu-compile")
 
 import torch  # noqa: E402
-from launches import Job, note_launches, unlaunched_kernels  # noqa: E402
+from launches import Job, compiled, note_launches, unlaunched_kernels  # noqa: E402
 from npu_limits import fault  # noqa: E402
 from npu_rig import driver, fit  # noqa: E402
 from variants import VARIANTS  # noqa: E402
@@ -55,26 +53,17 @@ def first_errors(text: str) -> str:
     return " | ".join(dict.fromkeys(lines))[:600] or text.strip()[-600:]
 
 
-_jobs: list[Job] = []  # filled before the workers are forked, since kernels cannot be sent to them
-
-
-def _compile_numbered(index: int) -> tuple[int, Any]:
-    return index, compile_job(_jobs[index])
-
-
 def report(jobs: list[Job], processes: int) -> int:
     """Compiles the jobs, prints a line for each and returns how many are at fault."""
-    _jobs[:] = jobs
     faults = 0
-    with get_context("fork").Pool(processes) as pool:
-        for index, (found, unmasked) in pool.imap(_compile_numbered, range(len(jobs)), chunksize=1):
-            job, grid = jobs[index], tier_grid(jobs[index])
-            wrong = fault(found, unmasked, grid)
-            faults += bool(wrong)
-            used = " ".join(f"{space} {bits / 8192:.0f}" for space, bits in sorted(found.used.items()))
-            tiles = " ".join(f"{name}={value}" for name, value in job.record.tiles.items())
-            print(f"{job.kernel.__name__:<24}{job.variant:<12}{used:<28} KB  workspace {found.workspace * grid:>9,} B"
-                  f"  programs {grid:>4}  {tiles}" + (f"\n    FAULT {job.kernel.__name__}: {wrong}" if wrong else ""), flush=True)
+    for job, (found, unmasked) in compiled(jobs, compile_job, processes):
+        grid = tier_grid(job)
+        wrong = fault(found, unmasked, grid)
+        faults += bool(wrong)
+        used = " ".join(f"{space} {bits / 8192:.0f}" for space, bits in sorted(found.used.items()))
+        tiles = " ".join(f"{name}={value}" for name, value in job.record.tiles.items())
+        print(f"{job.kernel.__name__:<24}{job.variant:<12}{used:<28} KB  workspace {found.workspace * grid:>9,} B"
+              f"  programs {grid:>4}  {tiles}" + (f"\n    FAULT {job.kernel.__name__}: {wrong}" if wrong else ""), flush=True)
     return faults
 
 

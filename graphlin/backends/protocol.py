@@ -18,6 +18,15 @@ class LaunchRecord:
     waves: int = 4
 
 
+def block_size(size: int, largest: int) -> int:
+    """The tile size, a power of two, that covers `size`, between 16 and `largest`.
+
+    >>> block_size(100, 64)
+    64
+    """
+    return min(largest, max(16, 1 << (size - 1).bit_length()))
+
+
 class Graph(Protocol):
     """A recorded piece of device work."""
 

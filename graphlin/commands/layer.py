@@ -9,7 +9,7 @@ import torch
 
 from graphlin.backends import get_backend
 from graphlin.layers import GatedDeltaNet, KimiDeltaAttention
-from graphlin.tier import CHUNK_SIZES, Tier
+from graphlin.tier import CHUNK_SIZES, Tier, largest_first
 
 LAYERS = {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,8 +68,7 @@ def make_layer(arguments: argparse.Namespace, device: torch.device, sizes: Sizes
 
 def make_tiers(arguments: argparse.Namespace, sizes: Sizes = MODEL) -> Sequence[Tier]:
     """The tiers, largest first."""
-    found = [Tier(*tier, chunk_size=arguments.chunk_size) for tier in arguments.tiers or [sizes.tier]]
-    return sorted(found, key=lambda tier: (tier.tokens, tier.seqs), reverse=True)
+    return largest_first(Tier(*tier, chunk_size=arguments.chunk_size) for tier in arguments.tiers or [sizes.tier])
 
 
 def _count(text: str) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from graphlin.capture import capture
 from graphlin.commands import layer
+from graphlin.demo.train import best_device
 from graphlin.errors import GraphlinError
 from graphlin.graphed import GraphedBlock
 from graphlin.price import MIB, Price
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; returns 0 if all is right, 1 if a result is wrong, 2 if an argument or no device can be used."""
     try:
-        device = layer.find_device(arguments.device or _default_device())
+        device = layer.find_device(arguments.device) if arguments.device else best_device()
         sizes = layer.TINY if device.type == "cpu" else layer.MODEL
         block, tiers = layer.make_layer(arguments, device, sizes), layer.make_tiers(arguments, sizes)
         with torch.set_grad_enabled(not arguments.inference):
@@ -116,8 +117,3 @@ def _verify(graphed: GraphedBlock, lengths: list[int]) -> Report:
     x = torch.randn(1, sum(lengths), graphed.block.hidden_size, device=parameter.device).to(parameter.dtype)
     cu = torch.tensor([0, *lengths], device=parameter.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return verify(graphed, x.requires_grad_(torch.is_grad_enabled()), cu)
-
-
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type

@@ -8,12 +8,11 @@ import sys
 import pytest
 import torch
 
-from graphlin.backends import LaunchRecord, get_backend
+from graphlin.backends import get_backend
 from graphlin.capture import capture
 from graphlin.errors import CaptureError, ColdKernel, HostSync
-from graphlin.kernels.launch import launch
 from graphlin.tier import Tier
-from tests.backends.kernel import add_one
+from tests.backends.kernel import launch_cold, record
 
 
 @pytest.fixture
@@ -21,21 +20,6 @@ def cuda(request):
     if request.config.option.device != "cuda":
         pytest.skip("needs a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def record(device, body, pool=None):
-    backend = get_backend(device)
-    stream = backend.side_stream(device)
-    backend.synchronize(device)
-    with backend.capture(pool=pool or backend.new_pool(), stream=stream) as graph:
-        out = body()
-    return graph, out
-
-
-def launch_cold(x):
-    y = torch.zeros_like(x)
-    launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=8192)
-    return y
 
 
 FAILURES = {

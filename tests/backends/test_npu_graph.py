@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
-from graphlin.backends import LaunchRecord, get_backend
+from graphlin.backends import get_backend
 from graphlin.errors import BackendUnavailable, CaptureError, ColdKernel, HostSync, ReplayError
-from graphlin.kernels.launch import launch
-from tests.backends.kernel import add_one
+from tests.backends.kernel import launch_cold, record
 
 
 @pytest.fixture
@@ -18,21 +17,6 @@ def npu(request):
     if request.config.option.device != "npu":
         pytest.skip("needs an NPU")
     return torch.device("npu", torch.npu.current_device())
-
-
-def record(device, body, pool=None):
-    backend = get_backend(device)
-    stream = backend.side_stream(device)
-    backend.synchronize(device)
-    with backend.capture(pool=pool or backend.new_pool(), stream=stream) as graph:
-        out = body()
-    return graph, out
-
-
-def launch_cold(x):
-    y = torch.zeros_like(x)
-    launch(add_one, 1, x, y, x.numel(), record=LaunchRecord(), BLOCK=8192)
-    return y
 
 
 FAILURES = {

@@ -2,12 +2,7 @@
 
 import torch
 
-from graphlin.backends.protocol import LaunchRecord
-
-
-def _block(size: int, largest: int) -> int:
-    """The power of two that covers `size`, between 16 and `largest`."""
-    return min(largest, max(16, 1 << (size - 1).bit_length()))
+from graphlin.backends.protocol import LaunchRecord, block_size
 
 
 def _dot(dtype: torch.dtype) -> dict:
@@ -16,27 +11,27 @@ def _dot(dtype: torch.dtype) -> dict:
 
 
 def _prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False),
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False),
                         num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32:
         rows = 16 if dtype == torch.float32 else 32
-        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 256), BV=_block(V, rows), PERSISTENT=False), num_warps=8)
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 32), PERSISTENT=False), num_stages=2)
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 256), BV=block_size(V, rows), PERSISTENT=False), num_warps=8)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 32), PERSISTENT=False), num_stages=2)
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32 or arch != "sm_90":
         return _recurrence(arch, K, V, R, dtype)
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 128), BV=_block(V, 64), PERSISTENT=False), num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 64), PERSISTENT=False), num_stages=2)
 
 
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32 or arch != "sm_90":
-        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), BV=_block(V, 32)), num_warps=8, num_stages=2)
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)), num_stages=3)
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), BV=block_size(V, 32)), num_warps=8, num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), BV=block_size(V, 64)), num_stages=3)
 
 
 def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -45,10 +40,10 @@ def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
     elif arch != "sm_90":
         BK, BV = 32, 64
     elif R == 1:
-        return LaunchRecord(dict(_dot(dtype), BK=_block(K, 64), BV=_block(V, 64)))
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), BV=block_size(V, 64)))
     else:
         BK, BV = 64, 128
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, BK), BV=_block(V, BV)), num_warps=8, num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, BK), BV=block_size(V, BV)), num_warps=8, num_stages=2)
 
 
 def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -58,25 +53,25 @@ def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRe
 
 def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     rows = 32 if dtype == torch.float32 else 64
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32 if arch == "sm_80" else rows), BV=_block(V, rows)), num_warps=8,
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32 if arch == "sm_80" else rows), BV=block_size(V, rows)), num_warps=8,
                         num_stages=2)
 
 
 def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     fast = arch == "sm_90" and dtype != torch.float32
-    return LaunchRecord(dict(_dot(dtype), BK=_block(K, 32), REV_SCAN=True, PAIRWISE=False), num_warps=2 if fast else 4)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=False), num_warps=2 if fast else 4)
 
 
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp loads 512 bytes of a row at a time, 16 a thread, and works on two or four rows."""
     rows = 16 if arch == "sm_90" and K <= 4 else 8
-    return LaunchRecord(dict(BR=rows, BD=_block(V, 512 // dtype.itemsize), ROWWISE=False), waves=16)
+    return LaunchRecord(dict(BR=rows, BD=block_size(V, 512 // dtype.itemsize), ROWWISE=False), waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A warp walks down 512 bytes of a row at a time, or half of that where more than four taps need the registers."""
     width = (512 if K <= 4 else 256) // dtype.itemsize
-    BD = _block(V, width)
+    BD = block_size(V, width)
     return LaunchRecord(dict(BR=min(16, 2 * width // BD), BD=BD, UNROLL=4, ROWWISE=False), num_warps=2, waves=16)
 
 

@@ -3,32 +3,26 @@ meet more than one tile a row."""
 
 import torch
 
-from graphlin.backends.protocol import LaunchRecord
-
-
-def _block(size: int, largest: int) -> int:
-    """The power of two that covers `size`, between 16 and `largest`."""
-    return min(largest, max(16, 1 << (size - 1).bit_length()))
-
+from graphlin.backends.protocol import LaunchRecord, block_size
 
 _DOT = dict(PREC="ieee", COPY_LHS=False)
 _TILES = {
     "chunk_table_rows": lambda K, V: dict(BR=64, BN=64, ROWWISE=False),
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=4096, BN=64),
-    "conv_forward": lambda K, V: dict(BR=16, BD=_block(V, 128), ROWWISE=False),
-    "conv_backward": lambda K, V: dict(BR=16, BD=_block(V, 128), UNROLL=1, ROWWISE=False),
-    "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False),
-    "delta_recurrence": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=False),
-    "delta_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=False),
-    "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
+    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=False),
+    "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 128), UNROLL=1, ROWWISE=False),
+    "gdn_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False),
+    "delta_recurrence": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False),
+    "delta_two_recurrences": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False),
+    "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
+    "gdn_state_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
-    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False, PAIRWISE=False),
-    "kda_inter_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), REV_SCAN=True, PAIRWISE=False),
+    "kda_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False, PAIRWISE=False),
+    "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), REV_SCAN=True, PAIRWISE=False),
     "kda_finish_gradients": lambda K, V: {},
-    "sum_chunks": lambda K, V: dict(BR=32, BX=_block(V, 512)),
+    "sum_chunks": lambda K, V: dict(BR=32, BX=block_size(V, 512)),
 }
 
 

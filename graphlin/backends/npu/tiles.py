@@ -3,30 +3,24 @@ prints it."""
 
 import torch
 
-from graphlin.backends.protocol import LaunchRecord
-
-
-def _block(size: int, largest: int) -> int:
-    """The power of two that covers `size`, between 16 and `largest`."""
-    return min(largest, max(16, 1 << (size - 1).bit_length()))
-
+from graphlin.backends.protocol import LaunchRecord, block_size
 
 _DOT = dict(PREC="ieee", COPY_LHS=True)
 _TILES = {
     "chunk_table_rows": lambda K, V: dict(BR=16, BN=64, ROWWISE=True),
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=2048, BN=64),
-    "conv_forward": lambda K, V: dict(BR=16, BD=_block(V, 128), ROWWISE=True),
-    "conv_backward": lambda K, V: dict(BR=16, BD=_block(V, 64 if K <= 4 else 32), UNROLL=1, ROWWISE=True),
-    "gdn_prep": lambda K, V: dict(_DOT, BK=_block(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=True),
-    "delta_recurrence": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=True),
-    "delta_two_recurrences": lambda K, V: dict(_DOT, BK=_block(K, 256), BV=_block(V, 64), PERSISTENT=True),
-    "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "gdn_state_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
+    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=True),
+    "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 64 if K <= 4 else 32), UNROLL=1, ROWWISE=True),
+    "gdn_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=True),
+    "delta_recurrence": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=True),
+    "delta_two_recurrences": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=True),
+    "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
+    "gdn_state_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
-    "kda_prep": lambda K, V: dict(_DOT, BK=_block(K, 32), PREC_INV="ieee", BI=16, DOT_BLOCKS=True, PAIRWISE=True),
-    "kda_inter_gradients": lambda K, V: dict(_DOT, BK=_block(K, 64), BV=_block(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=_block(K, 32), REV_SCAN=True, PAIRWISE=True),
+    "kda_prep": lambda K, V: dict(_DOT, BK=block_size(K, 32), PREC_INV="ieee", BI=16, DOT_BLOCKS=True, PAIRWISE=True),
+    "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=True),
     "kda_finish_gradients": lambda K, V: {},
     "sum_chunks": lambda K, V: dict(BR=32, BX=64),
 }
