@@ -1,12 +1,13 @@
 """Capture Gated DeltaNet and Kimi Delta Attention blocks once; replay them for every packed batch inside a tier."""
 
-from graphlin import layers
+from graphlin import layers, parallel
 from graphlin.backends import GraphBackend, register_backend
 from graphlin.capture import capture
 from graphlin.errors import (
     BackendUnavailable,
     CaptureError,
     ColdKernel,
+    ExchangeFailed,
     GraphlinError,
     HostSync,
     ReplayError,
@@ -29,6 +30,7 @@ __all__ = [
     "BackendUnavailable",
     "CaptureError",
     "ColdKernel",
+    "ExchangeFailed",
     "GraphBackend",
     "GraphedBlock",
     "GraphlinError",
@@ -50,6 +52,7 @@ __all__ = [
     "chunk_local_cumsum",
     "ladder",
     "layers",
+    "parallel",
     "prepare_chunk_indices",
     "price",
     "register_backend",

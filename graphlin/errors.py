@@ -52,3 +52,7 @@ class SlotInUse(ReplayError):
 
 class BackendUnavailable(GraphlinError):
     """No backend serves the device of these tensors in this process."""
+
+
+class ExchangeFailed(GraphlinError):
+    """Ranks of a process group could not exchange what they carry: one failed, or did not take part in time."""

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},
-    "graphlin.parallel": {*MODEL, "graphlin.kernels", "graphlin.ops", "graphlin.layers"},
+    "graphlin.parallel": {*MODEL, "graphlin.kernels", "graphlin.ops"},
 }
 OUTSIDE = {"torch", "triton"}
 MORE_OUTSIDE = {
@@ -110,6 +110,7 @@ def test_imports_follow_the_layers():
     ("graphlin.capture", "graphlin.ops.chunk_gated_delta_rule"),
     ("graphlin.graphed", "graphlin.kernels.conv"),
     ("graphlin.tier", "graphlin.backends"),
+    ("graphlin.ops.delta_rule", "graphlin.parallel.states"),
 ])
 def test_rule_refuses(importer, target):
     assert not allowed(importer, target)
