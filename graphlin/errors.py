@@ -50,6 +50,10 @@ class SlotInUse(ReplayError):
     """Every slot holds a forward that still waits for its backward."""
 
 
+class RanksDiffer(ReplayError):
+    """Ranks that capture together could not all capture the call, so that none did."""
+
+
 class BackendUnavailable(GraphlinError):
     """No backend serves the device of these tensors in this process."""
 

@@ -72,7 +72,7 @@ def context_parallel(group: dist.ProcessGroup | None, cu_seqlens_global: torch.T
     check_tensor("token_offsets", token_offsets, shape=(dist.get_world_size(group) + 1,), dtypes=INTEGERS, like=cu_seqlens_global)
     if validate:
         _check_values(cu_seqlens_global, token_offsets)
-    return split(ContextParallel, group, cu_seqlens_global, token_offsets)
+    return split(ContextParallel, group, dist.get_rank(group), cu_seqlens_global, token_offsets)
 
 
 def _check_values(cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> None:

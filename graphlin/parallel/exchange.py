@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from graphlin.agreement import host_device
 from graphlin.backends import get_backend
 from graphlin.errors import ExchangeFailed, UnsupportedModule
 
@@ -30,13 +31,15 @@ def all_gather(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Te
         ExchangeFailed: the exchange broke off, or another rank did not take part within the group's timeout.
         UnsupportedModule: inside a capture, over a backend whose collectives run on the host.
     """
+    if x.untyped_storage().device.type == "meta":
+        return x.new_empty(dist.get_world_size(group), *x.shape)
     backend = backend_of(group, x.device)
     if get_backend(x.device).is_capturing():
         if backend not in CAPTURABLE:
             raise UnsupportedModule(f"{name} is exchanged over {backend}, whose collectives run on the host, which a graph can't "
                                     f"hold: use a group of {' or '.join(CAPTURABLE)}, or call the block eagerly.")
     else:
-        _agree(group, f"{name} {list(x.shape)} {x.dtype}", x.device, always=backend == "gloo")
+        _agree(group, f"{name} {list(x.shape)} {x.dtype}", host_device(group, x.device), always=backend == "gloo")
     return _gather(group, x, name)
 
 
@@ -64,8 +67,3 @@ def _agree(group: dist.ProcessGroup, message: str, device: torch.device, always:
         raise ValueError(f"cp_context: expected all ranks to exchange tensors of one shape and dtype, found {told}; heads, head "
                          "sizes, widths and dtypes must be the same on every rank")
     known.add(message)
-
-
-def gather_integers(group: dist.ProcessGroup, values: list[int], device: torch.device, name: str) -> list[list[int]]:
-    """The values of every rank, on the host."""
-    return _gather(group, torch.tensor(values, dtype=torch.int64).to(device), name).tolist()

@@ -85,9 +85,9 @@ def _where_sequences(which: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.where(which.view(-1, *[1] * (states.dim() - 1)), states, 0)
 
 
-def split(cls: type, group: dist.ProcessGroup, cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> Split:
-    """The rank's view of a batch as an object of `cls`; a few small operations on the device, whatever the values."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+def split(cls: type, group: dist.ProcessGroup, rank: int, cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> Split:
+    """The view that a rank of the group has of a batch, as an object of `cls`; small operations on the device alone."""
+    world = token_offsets.shape[0] - 1
     cu, offsets = cu_seqlens.long(), token_offsets.long()
     inner = offsets[1:-1]
     starts, ends = cu[:-1], cu[1:]
@@ -99,17 +99,15 @@ def split(cls: type, group: dist.ProcessGroup, cu_seqlens: torch.Tensor, token_o
     at = after.clamp(max=N - 1)
     crosses = (after < N) & (starts[at] < inner)
     none = cu.new_zeros(1)
-    crossing = torch.cat([none + N, torch.where(crosses, after, N), none + N])
-    ranks_between = torch.cat([none, torch.where(crosses, first_rank[at], 0), none]), \
-        torch.cat([none, torch.where(crosses, last_rank[at], 0), none])
-    first_token = torch.cat([none, starts[at], none])
+    crossing, first_token, begins, ends_on = (torch.cat([outer, torch.where(crosses, each, outer), outer]) for outer, each in
+                                              ((none + N, after), (none, starts[at]), (none, first_rank[at]), (none, last_rank[at])))
     first, last = offsets[rank], offsets[rank + 1]
     local = torch.minimum(torch.maximum(cu, first), last) - first
     here = torch.arange(world + 1, device=cu.device)
-    earlier = torch.where(crossing < N, here - ranks_between[0], 0)[rank]
-    later = torch.where(crossing < N, ranks_between[1] - here + 1, 0)[rank + 1]
-    return cls(group, rank, world, local.to(cu_seqlens.dtype), offsets, first_rank == rank, last_rank == rank,
-                           crossing.int(), first_token, *ranks_between, earlier.int(), later.int())
+    earlier = torch.where(crossing < N, here - begins, 0)[rank]
+    later = torch.where(crossing < N, ends_on - here + 1, 0)[rank + 1]
+    return cls(group, rank, world, local.to(cu_seqlens.dtype), offsets, first_rank == rank, last_rank == rank, crossing.int(),
+               first_token, begins, ends_on, earlier.int(), later.int())
 
 
 def _count_at_most(sorted_values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name, tree
 
-BASE = {"graphlin.errors", "graphlin.chunking"}
+BASE = {"graphlin.errors", "graphlin.chunking", "graphlin.agreement"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
            "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "graphlin.bench": ANYTHING,
     "graphlin.errors": set(),
     "graphlin.chunking": set(),
+    "graphlin.agreement": {"graphlin.errors"},
     "graphlin.tier": BASE,
     "graphlin.packing": {*BASE, "graphlin.tier"},
     "graphlin.replay": {*MODEL, "graphlin.tier", "graphlin.packing"},
