@@ -54,7 +54,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
         backend: what records the graphs; default: that of the block's device. Kernels inside are launched by the
             registered one, so register it too (`register_backend`).
         group: the process group over which the block itself exchanges tensors (docs/parallel.md). Its ranks then capture a mode
-            at the same call, or none does and it runs eagerly everywhere (RanksDiffer). Default: none; each process decides alone.
+            at the same call, or none does and it runs eagerly everywhere (RanksDiffer). Default: each process decides alone.
 
     Raises:
         TypeError, ValueError: naming the argument.

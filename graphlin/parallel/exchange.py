@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from graphlin.agreement import host_device
+from graphlin.agreement import gather_ranks, host_device
 from graphlin.backends import get_backend
 from graphlin.errors import ExchangeFailed, UnsupportedModule
 
@@ -44,14 +44,12 @@ def all_gather(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Te
 
 
 def _gather(group: dist.ProcessGroup, x: torch.Tensor, name: str) -> torch.Tensor:
-    world = dist.get_world_size(group)
-    found = torch.empty(world, *x.shape, dtype=x.dtype, device=x.device)
     try:
-        dist.all_gather_into_tensor(found.view(world * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+        return gather_ranks(group, x)
     except RuntimeError as error:
-        raise ExchangeFailed(f"rank {dist.get_rank(group)} of {world} could not exchange {name}: another rank failed, or did not "
-                             f"take part in time. All ranks must make the same calls in the same order. {error}") from error
-    return found
+        raise ExchangeFailed(f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not exchange {name}: another "
+                             "rank failed, or did not take part in time. All ranks must make the same calls in the same order. "
+                             f"{error}") from error
 
 
 def _agree(group: dist.ProcessGroup, message: str, device: torch.device, always: bool) -> None:

@@ -99,8 +99,9 @@ def split(cls: type, group: dist.ProcessGroup, rank: int, cu_seqlens: torch.Tens
     at = after.clamp(max=N - 1)
     crosses = (after < N) & (starts[at] < inner)
     none = cu.new_zeros(1)
-    crossing, first_token, begins, ends_on = (torch.cat([outer, torch.where(crosses, each, outer), outer]) for outer, each in
-                                              ((none + N, after), (none, starts[at]), (none, first_rank[at]), (none, last_rank[at])))
+    crossing, first_token, begins, ends_on = (
+        torch.cat([outer, torch.where(crosses, each, outer), outer])
+        for outer, each in ((none + N, after), (none, starts[at]), (none, first_rank[at]), (none, last_rank[at])))
     first, last = offsets[rank], offsets[rank + 1]
     local = torch.minimum(torch.maximum(cu, first), last) - first
     here = torch.arange(world + 1, device=cu.device)

@@ -91,10 +91,16 @@ def failing_checks(world: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def told(device, tmp_path_factory):
-    if device.type != "cpu":
-        pytest.skip("gloo exchanges tensors of the CPU")
-    return run_world(2, checks, tmp_path_factory.mktemp("world"), device)
+def gloo(request) -> torch.device:
+    """The device whose tensors gloo exchanges, where its kernels run."""
+    if request.config.option.device != "host":
+        pytest.skip("kernels of the CPU need Triton's interpreter")
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def told(gloo, tmp_path_factory):
+    return run_world(2, checks, tmp_path_factory.mktemp("world"), gloo)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -113,7 +119,5 @@ def one_fails(rank: int, device: torch.device) -> None:
         time.sleep(6)
 
 
-def test_a_rank_that_fails_in_an_eager_step(device, tmp_path):
-    if device.type != "cpu":
-        pytest.skip("gloo exchanges tensors of the CPU")
-    assert_fine(run_world(2, failing_checks, tmp_path, device, timeout=2), "fails")
+def test_a_rank_that_fails_in_an_eager_step(gloo, tmp_path):
+    assert_fine(run_world(2, failing_checks, tmp_path, gloo, timeout=2), "fails")

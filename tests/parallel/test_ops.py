@@ -28,13 +28,13 @@ def check(case: OpCase, layout: Layout, rank: int, device: torch.device) -> None
 
 
 @pytest.fixture(scope="module")
-def told(request, device, tmp_path_factory):
+def told(devices, tmp_path_factory):
     """What went wrong in each world, by check."""
     worlds = {}
 
     def of(world: int):
         if world not in worlds:
-            worlds[world] = run_world(world, checks_of, tmp_path_factory.mktemp("world"), device)
+            worlds[world] = run_world(world, checks_of, tmp_path_factory.mktemp("world"), *devices)
         return worlds[world]
     return of
 
