@@ -52,7 +52,7 @@ def main(device: torch.device) -> list[float]:
         whole = layer(x, cu_seqlens=cu)
         expected = torch.autograd.grad(whole.square().sum(), parameters)
         differences.append(max(_difference(*pair) for pair in zip((y, *grads), (whole[:, own], *expected), strict=True)))
-        print(f"rank {rank} of {world}, {y.shape[1]} of {sum(lengths)} tokens: {differences[-1]:.1e} from one process", flush=True)
+        print(f"rank {rank} of {world}, {y.shape[1]} of {sum(lengths)} tokens: {differences[-1]:.1e} from one process")
     if dist.get_backend() != "gloo":
         print(f"rank {rank}: {block.stats.replays} replays")
         block.reset()       # before the process group ends, which waits for graphs that hold its collectives

@@ -67,6 +67,9 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     """
     tiers = _check_tiers(tier)
     _check_options(block, slots, num_warmup_iters, fallback, max_padding, budget)
+    if group is not None and num_warmup_iters < 2:
+        raise ValueError(f"num_warmup_iters: expected at least 2 with a group, found {num_warmup_iters}; the first exchanges "
+                         "connect its ranks, which a capture can't")
     _check_chunk_sizes(block, tiers[0].chunk_size)
     check_block(block)
     check_dims(dims, Signature(block).names)

@@ -67,7 +67,7 @@ def capture_over_gloo(rank: int, device: torch.device) -> None:
 
 
 def ranks_capture_together(rank: int, device: torch.device) -> None:
-    graphed = graphlin.capture(Mixer().to(device), graphlin.Tier(tokens=16, seqs=3), num_warmup_iters=1, group=dist.group.WORLD)
+    graphed = graphlin.capture(Mixer().to(device), graphlin.Tier(tokens=16, seqs=3), num_warmup_iters=2, group=dist.group.WORLD)
     for lengths in ((24,), (5, 3)) if rank else ((5, 3), (5, 3)):
         x, cu = pack(lengths, device)
         graphed(x, cu).sum().backward()
