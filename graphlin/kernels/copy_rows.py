@@ -73,7 +73,7 @@ class RowCopy:
         self._dim = dim
         self._tokens, self._inner, self._outer = static.shape[dim], prod(static.shape[dim + 1:]), prod(static.shape[:dim])
         self._address = static.data_ptr()
-        self._launches: dict[tuple, Prepared] = {}
+        self._launches: dict[int, Prepared] = {}  # by static_cu, which they keep
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
         """Copies the rows of x below `cu[-1]` (all rows without cu); static_cu, if given, is filled from cu.
@@ -88,19 +88,19 @@ class RowCopy:
             first, left.lent = rows, True
             if static_cu is None and rows == tokens:
                 return
-        form = cu is None, static_cu
+        form = 0 if cu is None else id(static_cu)
         launch = self._launches.get(form)
         if launch is None:
-            launch = self._launches[form] = self._prepare(*form)
+            launch = self._launches[form] = self._prepare(cu is not None, static_cu)
         launch((x, cu), (0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens)))
         left.replace(rows, tokens)
 
-    def _prepare(self, no_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
+    def _prepare(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
         record = record_for("copy_active_rows", self.static.device, dtype=self.static.dtype)
         tasks = self._outer * -(-self._tokens * self._inner // record.tiles["BLOCK"])
         return prepare(copy_active_rows, grid_stride(max(tasks, 1), record, self.static.device), self.static, static_cu,
                        self._tokens, self._inner, self._outer, record=record,
-                       N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=not no_cu,
+                       N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=has_cu,
                        FILL_CU=static_cu is not None)
 
     def clear(self) -> None:

@@ -34,14 +34,16 @@ class PreparedLaunch:
         self._forms: dict[tuple, tuple] = {}
 
     def __call__(self, tensors: tuple[torch.Tensor | None, ...], integers: tuple[int, ...]) -> None:
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        form = tuple([None if t is None else (t.dtype, p % 16) for t, p in zip(tensors, pointers, strict=True)])
-        compiled = self._forms.get(form)
-        if compiled is None or torch.cuda.current_device() != self._index or _is_watched():
+        pointers, form = [], []
+        for tensor in tensors:
+            pointers.append(pointer := 0 if tensor is None else tensor.data_ptr())
+            form += (None, 0) if tensor is None else (tensor.dtype, pointer % 16)
+        compiled = self._forms.get(form := tuple(form))
+        if compiled is None or torch._C._cuda_getDevice() != self._index or _is_watched():
             self._run_by_triton(form, (*tensors, *integers, *self._fixed))
             return
-        run, *handles = compiled
-        run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), *handles, None, None, None,
+        run, function, metadata = compiled
+        run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), function, metadata, None, None, None,
             *pointers, *integers, *self._rest)
 
     def _run_by_triton(self, form: tuple, args: tuple) -> None:
