@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 from graphlin.backends import GraphBackend, get_backend
 from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow, TierUnderflow
 from graphlin.kernels.chunk_table import chunk_table
-from graphlin.modes import Call, Key, Mode
+from graphlin.modes import Call, Key, Mode, new_call
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
 from graphlin.price import Price, check_budget
 from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
@@ -27,6 +28,7 @@ from graphlin.turn import Turn
 from graphlin.watch import Watch
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
+_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 _inlined = ContextVar("inlined", default=False)
 
 
@@ -120,16 +122,18 @@ class GraphedBlock(nn.Module):
         if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
-        with self._turn:  # in a capture the block's parameters are others, so no thread may then run it eagerly
-            try:
-                call = self._read(args, kwargs)
-                slot, pair = self._acquire(call)
-            except ReplayError as error:
-                if self._fallback == "raise":
-                    raise
-                self.stats.eager[type(error).__name__] += 1
-                return self.block(*args, **kwargs)
+        self._turn.take()  # in a capture the block's parameters are others, so no thread may then run it eagerly
+        try:
+            call = self._read(args, kwargs)
+            slot, pair = self._acquire(call)
             self.stats.replays += 1
+        except ReplayError as error:
+            if self._fallback == "raise":
+                raise
+            self.stats.eager[type(error).__name__] += 1
+            return self.block(*args, **kwargs)
+        finally:
+            self._turn.release()
         return pair.rebuild(self._replay(call, slot, pair))
 
     def _replay(self, call: Call, slot: Slot, pair: Pair) -> Sequence[torch.Tensor]:
@@ -164,7 +168,7 @@ class GraphedBlock(nn.Module):
             raise self._overflow(*sizes)
         if self._max_padding is not None:
             self._check_padding(mode, rung, sizes[0])
-        return Call(key, mode, rung, leaves, sizes, batch)
+        return new_call((key, mode, rung, leaves, sizes, batch))
 
     def _match(self, args: tuple, kwargs: dict) -> tuple[Key, Mode, list[torch.Tensor], tuple[int, int] | None]:
         """The mode of a call, its key, the call's tensors, and the batch of a dense one. Raises StaleAddress."""
@@ -179,7 +183,7 @@ class GraphedBlock(nn.Module):
         batch = flatten_batch(values, signature, self._dims)
         leaves, structure = flatten(values)
         key = self._key(leaves, structure)
-        return key, self._modes.get(key) or self._other_mode(key, leaves, structure), leaves, batch
+        return key, self._modes.get(key) or self._other_mode(Key(*key), leaves, structure), leaves, batch
 
     def _look_again(self, args: tuple, kwargs: dict) -> None:
         """Takes the block as it is now: before anything is captured it may be moved, cast and changed."""
@@ -191,14 +195,15 @@ class GraphedBlock(nn.Module):
             if self.backend is not self._given_backend:
                 self.backend = get_backend(first_device(self.block, args, kwargs))
 
-    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> Key:
+    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> tuple:
+        """The parts of a Key, which finds what a Key finds and is made in less time."""
         grad = torch.is_grad_enabled()
-        return Key(structure,
-                   tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
-                   grad,
-                   tuple([module.training for module in self._watch.modules]),
-                   tuple([p.requires_grad for p in self._watch.params]) if grad else None,
-                   autocast_dtype(self.backend.device_type))
+        return (structure,
+                tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
+                grad,
+                tuple(map(_training, self._watch.attributes)),
+                tuple(map(_requires_grad, self._watch.params)) if grad else None,
+                autocast_dtype(self.backend.device_type))
 
     def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
         held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)

@@ -20,8 +20,17 @@ class Turn:
         self._lock = threading.RLock()
         self._is_recording = False
 
+        self.release = self._lock.release
+
     def __enter__(self) -> None:
-        if self._lock.acquire(blocking=False):
+        self.take()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Waits for the turn; `release` gives it back. A `with` does both, and costs a call's host a little more."""
+        if self._lock.acquire(False):
             return
         is_backward = torch._C._current_graph_task_id() != -1
         while not self._lock.acquire(timeout=0.1 if is_backward else -1):
@@ -29,9 +38,6 @@ class Turn:
                 raise CaptureError("a captured block is called in a backward (by activation checkpointing around it) while "
                                    "another thread captures it, and each would wait for the other. Capture it before threads "
                                    "share it, by a first call or with sample_args.")
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
