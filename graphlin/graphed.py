@@ -159,8 +159,10 @@ class GraphedBlock(nn.Module):
 
     def _read(self, args: tuple, kwargs: dict) -> Call:
         """Matches a call with its mode and tier, or raises the ReplayError that says why it can't be replayed."""
-        if forward_ad._current_level >= 0:
-            raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            raise StructureMismatch("forward-mode derivatives or a transform of torch.func (vmap, grad, jvp, ...) are taken "
+                                    "around the call, and a replay knows neither; it runs eagerly. Use backward() or "
+                                    "torch.autograd.grad, or call the block itself, graphed.block(...), where they are needed")
         key, mode, leaves, batch = self._match(args, kwargs)
         sizes = mode.layout.sizes(leaves)
         rung = mode.fit(*sizes)
@@ -241,6 +243,8 @@ class GraphedBlock(nn.Module):
             if tensor.device != device:
                 raise ValueError(f"{leaf.name}: expected a tensor on {device}, found one on {tensor.device}; a graph reads "
                                  "nothing else")
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{leaf.name}: expected a dense tensor, found one of layout {tensor.layout}; call .to_dense()")
         grad = key.grad
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
@@ -252,7 +256,7 @@ class GraphedBlock(nn.Module):
     def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
         """Holds a slot for a call: yields the call, the slot and the pair there, captured now if it was not before."""
         self.find_backend(args, kwargs)
-        with self._turn:
+        with self._turn, self._turn.kept():
             call = self._read(args, kwargs)
             slot, pair = self._acquire(call)
             try:
@@ -299,7 +303,7 @@ class GraphedBlock(nn.Module):
         pairs = call.mode.pairs
         slots = [slot, *[s for s in self._slots if not s.busy and s not in pairs]]
         try:
-            with self._turn.recording(), self._lent_data_kept(call):
+            with self._turn.kept(), self._lent_data_kept(call):
                 for each in slots:
                     pairs[each] = self._record(self, each, call, not pairs)
                     self.stats.captures += len(pairs[each])

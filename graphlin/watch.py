@@ -38,7 +38,10 @@ class Watch:
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
-        self._strides = [t.stride() for t in self._tensors]
+        self._sizes = [t.size() for t in self._tensors]
+        self._dense = [t for t in self._tensors if t.is_contiguous()]      # then the sizes tell the strides
+        self._strided = [t for t in self._tensors if not t.is_contiguous()]
+        self._strides = [t.stride() for t in self._strided]
         self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
@@ -48,7 +51,9 @@ class Watch:
                 and list(map(len, self._filled)) == self._counts
                 and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and list(map(torch.Tensor.stride, self._tensors)) == self._strides)
+                and list(map(torch.Tensor.size, self._tensors)) == self._sizes
+                and all(map(torch.Tensor.is_contiguous, self._dense))
+                and list(map(torch.Tensor.stride, self._strided)) == self._strides)
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")

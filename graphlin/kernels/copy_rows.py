@@ -60,6 +60,16 @@ class Left:
             self.count = count
 
 
+def as_triton_has_it(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of dtypes that Triton lacks, on the same memory as one that it has; any other as it is.
+
+    Complex numbers become pairs in a new last dim. Floats of 8 bits, which few devices compute with, become integers.
+    """
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.view(torch.int8) if x.is_floating_point() and x.itemsize == 1 else x
+
+
 class RowCopy:
     """Fills a static buffer whose dim `dim` holds tokens, and zeroes the rows that an earlier call left there.
 
@@ -71,7 +81,9 @@ class RowCopy:
         self.static = static
         self.left = Left() if left is None else left
         self._dim = dim
-        self._tokens, self._inner, self._outer = static.shape[dim], prod(static.shape[dim + 1:]), prod(static.shape[:dim])
+        self._target = as_triton_has_it(static)
+        shape = self._target.shape
+        self._tokens, self._inner, self._outer = shape[dim], prod(shape[dim + 1:]), prod(shape[:dim])
         self._address = static.data_ptr()
         self._launches: dict[int, Prepared] = {}  # by static_cu, which they keep
 
@@ -81,8 +93,10 @@ class RowCopy:
         Rows of x that lie in the buffer already are left alone, the inactive ones too: they are the caller's.
         """
         tokens, rows, left = self._tokens, x.shape[self._dim], self.left
-        if not x.is_contiguous():
-            x = x.contiguous()
+        if self._target is not self.static:
+            x = as_triton_has_it(x)
+        if not x.is_contiguous() or x.is_neg():
+            x = x.resolve_neg().contiguous()
         first = 0
         if x.data_ptr() == self._address and (self._outer == 1 or rows == tokens):
             first, left.lent = rows, True
@@ -96,9 +110,9 @@ class RowCopy:
         left.replace(rows, tokens)
 
     def _prepare(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
-        record = record_for("copy_active_rows", self.static.device, dtype=self.static.dtype)
+        record = record_for("copy_active_rows", self._target.device, dtype=self._target.dtype)
         tasks = self._outer * -(-self._tokens * self._inner // record.tiles["BLOCK"])
-        return prepare(copy_active_rows, grid_stride(max(tasks, 1), record, self.static.device), self.static, static_cu,
+        return prepare(copy_active_rows, grid_stride(max(tasks, 1), record, self._target.device), self._target, static_cu,
                        self._tokens, self._inner, self._outer, record=record,
                        N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=has_cu,
                        FILL_CU=static_cu is not None)
