@@ -8,15 +8,12 @@ from graphlin.layers import GatedDeltaNet
 from graphlin.tier import Tier
 from tests.blocks import captured, gradients
 
-pytestmark = pytest.mark.device_only
-
 
 @pytest.fixture
-def devices(device):
-    count = torch.get_device_module(device).device_count()
-    if count < 2:
-        pytest.skip("one device is here")
-    return [torch.device(device.type, i) for i in range(2)]
+def devices(request):
+    if request.config.option.device != "cuda" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return [torch.device("cuda", i) for i in range(2)]
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -24,7 +21,7 @@ def test_blocks_on_two_devices_are_interleaved_whichever_is_current(devices, cur
     torch.manual_seed(0)
     layers = [GatedDeltaNet(64, head_dim=32, num_heads=2, expand_v=1).to(device) for device in devices]
     graphed = [capture(layer, Tier(64, 4), num_warmup_iters=1) for layer in layers]
-    with torch.get_device_module(devices[0]).device(devices[current]):
+    with torch.cuda.device(devices[current]):
         for lengths in ((40, 24), (5, 0, 17), (64,)):
             for each, device in zip(graphed, devices, strict=True):
                 cu = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
