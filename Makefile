@@ -61,8 +61,8 @@ npu-signature:  ## Binds the npu backend's calls against torch_npu's wheels; no 
 npu-test: $(NPU_READY)  ## Runs the test suite on an emulated Ascend device.
 	$(NPU_PYTHON) -m pytest -p npu_rig.plugin --device npu --require-device -n $(WORKERS) $(ARGS)
 
-npu-demo: $(NPU_READY)  ## Runs the demo on an emulated Ascend device.
-	$(NPU_PYTHON) -m npu_rig graphlin demo $(ARGS)
+npu-demo: $(NPU_READY)  ## Runs a small demo on an emulated Ascend device.
+	$(NPU_PYTHON) -m npu_rig graphlin demo --small $(ARGS)
 
 lint: $(READY)  ## Runs ruff and checks that the CI workflow matches ci/lanes.py.
 	$(BIN)/python -m ruff check .
