@@ -4,7 +4,7 @@
 # VENV         where the environment lies                                   make test VENV=/tmp/graphlin
 # CONSTRAINTS  the pinned versions in it                                    make test CONSTRAINTS=ci/constraints-triton36.txt VENV=.venv-triton36
 # ARGS         more arguments of the command                                make test ARGS="-k conv"
-# NPU_VENV     where the emulated Ascend device lies, 1.8 GB                make npu-test NPU_VENV=/tmp/npu
+# NPU_VENV     where the emulated Ascend device lies, 2.1 GB                make npu-test NPU_VENV=/tmp/npu
 # DEVICE       what `make test-device` runs on, with PYTHON's own packages  make test-device DEVICE=cuda PYTHON=python
 
 PYTHON ?= python3

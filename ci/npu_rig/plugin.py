@@ -2,14 +2,14 @@
 
 import os
 
-import npu_rig
 import pytest
+
+import npu_rig
 
 npu_rig.load()
 
-from npu_rig.not_emulated import NOT_EMULATED  # noqa: E402
-
 from graphlin.backends import diagnostics  # noqa: E402
+from npu_rig.not_emulated import NOT_EMULATED  # noqa: E402
 
 # An error names the innermost line that is no machinery's; on a device the rig's lines would not be there.
 diagnostics._MACHINERY += (os.path.dirname(npu_rig.__file__) + os.sep,)

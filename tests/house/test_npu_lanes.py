@@ -66,6 +66,13 @@ def test_calls_of_the_backend_are_found_and_bound(ci, tmp_path):
         assert lane.Call("", missing, 0, ()).fault(signatures) == "there is no such name"
 
 
+def test_what_the_emulated_device_leaves_out_exists_and_is_documented(ci):
+    documented = (ROOT / "docs" / "ascend.md").read_text()
+    for beginning, reason in ci("npu_rig.not_emulated").NOT_EMULATED.items():
+        path, name = beginning.split("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / path).read_text() and f"`{name}`" in documented and reason, beginning
+
+
 PLANTED = """
 import sys
 sys.argv = ["npu_compile.py"]
