@@ -59,7 +59,7 @@ class DeltaRule(torch.autograd.Function):
             ctx.save_for_backward(None, None, q, k, v, g, beta, A_log, dt_bias, h0)
             return _empty_forward(v, h0, q.shape[3], call)
         operands = call.family.prep(q, k, g, beta, call.prologue(A_log, dt_bias), call.packing, call.scale)
-        o, ht = run_recurrence(operands, v, h0, call.output_final_state, call.state_v_first, call.packing, call.scale)
+        o, ht = run_recurrence(operands, v, h0, call.output_final_state, call.state_v_first, call.packing)
         # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
         ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands)
         return o, ht
@@ -76,7 +76,7 @@ class DeltaRule(torch.autograd.Function):
         do = torch.zeros_like(v) if do is None else do.contiguous()
         dht = None if dht is None else dht.contiguous()
         St, E, Rt, dv, dh0 = run_two_recurrences(operands, v, do, h0, dht, ctx.needs_input_grad[7], call.state_v_first,
-                                                 call.packing, call.scale)
+                                                 call.packing)
         dq, dk, dg, dbeta, partials = call.family.gradients(q, k, g, beta, do, E, dv, St, Rt, operands, prologue, call.packing,
                                                             call.scale)
         dA_log = ddt_bias = None
