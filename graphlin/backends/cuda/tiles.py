@@ -1,5 +1,7 @@
 """Launch records of NVIDIA devices. Registers and shared memory per record: the cuda-compile lane prints them."""
 
+from dataclasses import replace
+
 import torch
 
 from graphlin.backends.protocol import LaunchRecord, block_size
@@ -26,6 +28,17 @@ def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Launch
         rows = 16 if dtype == torch.float32 else 32
         return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 256), BV=block_size(V, rows), PERSISTENT=False), num_warps=8)
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 32), PERSISTENT=False), num_stages=2)
+
+
+def _state_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    record = _gradient_map(arch, K, V, R, dtype)
+    return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "COPY_LHS"})
+
+
+def _gradient_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """As many programs as the recurrence has for one sequence, so that a long one is shared by as many cores."""
+    record = _recurrence(arch, K, V, R, dtype)
+    return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "PERSISTENT"})
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -85,6 +98,8 @@ _RECORDS = {
     "gdn_prep": _prep,
     "delta_recurrence": _recurrence,
     "delta_two_recurrences": _two_recurrences,
+    "delta_state_map": _state_map,
+    "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
     "gdn_state_gradients": _states,
     "gdn_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
