@@ -4,7 +4,7 @@
 # VENV         where the environment lies                                   make test VENV=/tmp/graphlin
 # CONSTRAINTS  the pinned versions in it                                    make test CONSTRAINTS=ci/constraints-triton36.txt VENV=.venv-triton36
 # ARGS         more arguments of the command                                make test ARGS="-k conv"
-# NPU_VENV     where the emulated Ascend device lies, 1.8 GB                make npu-test NPU_VENV=/tmp/npu
+# NPU_VENV     where the emulated Ascend device lies, 2.1 GB                make npu-test NPU_VENV=/tmp/npu
 # DEVICE       what `make test-device` runs on, with PYTHON's own packages  make test-device DEVICE=cuda PYTHON=python
 
 PYTHON ?= python3
@@ -61,8 +61,8 @@ npu-signature:  ## Binds the npu backend's calls against torch_npu's wheels; no 
 npu-test: $(NPU_READY)  ## Runs the test suite on an emulated Ascend device.
 	$(NPU_PYTHON) -m pytest -p npu_rig.plugin --device npu --require-device -n $(WORKERS) $(ARGS)
 
-npu-demo: $(NPU_READY)  ## Runs the demo on an emulated Ascend device.
-	$(NPU_PYTHON) -m npu_rig graphlin demo $(ARGS)
+npu-demo: $(NPU_READY)  ## Runs a small demo on an emulated Ascend device.
+	$(NPU_PYTHON) -m npu_rig graphlin demo --small $(ARGS)
 
 lint: $(READY)  ## Runs ruff and checks that the CI workflow matches ci/lanes.py.
 	$(BIN)/python -m ruff check .

@@ -25,7 +25,7 @@ GRAPH = "NPUGraph"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the backend: a name of `torch.npu`, or a method of its graph as `NPUGraph.method`."""
+    """One call of the backend: a name of `torch.npu`, a method of its graph as `NPUGraph.method`, or C++ as `_C.name`."""
 
     where: str
     name: str
@@ -54,7 +54,7 @@ def _calls(path: Path, part: ast.stmt, node: ast.Call) -> Iterator[Call]:
     """The call of one node inside a top-level part of a file; `super()` is the graph in a class that is one."""
     text = ast.unparse(node.func)
     of_graph = isinstance(part, ast.ClassDef) and any(GRAPH in ast.unparse(base) for base in part.bases)
-    owners = {"torch.npu.": "", "graph.": f"{GRAPH}."} | ({"super().": f"{GRAPH}."} if of_graph else {})
+    owners = {"torch.npu.": "", "torch_npu._C.": "_C.", "graph.": f"{GRAPH}."} | ({"super().": f"{GRAPH}."} if of_graph else {})
     for prefix, owner in owners.items():
         if text.startswith(prefix) and text.count(".") == prefix.count("."):
             yield Call(f"{path.name}:{node.lineno}", owner + text.removeprefix(prefix), len(node.args),
@@ -62,7 +62,8 @@ def _calls(path: Path, part: ast.stmt, node: ast.Call) -> Iterator[Call]:
 
 
 def wheel_signatures(wheel: Path) -> dict[str, list[inspect.Signature]]:
-    """Signatures of what torch_npu.npu defines in Python: functions, classes by their constructors, methods of NPUGraph."""
+    """Signatures of what torch_npu.npu defines in Python: functions, classes by their constructors, methods of NPUGraph; and the
+    names of C++ that it imports."""
     found: dict[str, list[inspect.Signature]] = {}
     with ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -75,6 +76,8 @@ def wheel_signatures(wheel: Path) -> dict[str, list[inspect.Signature]]:
 def _add(found: dict, node: ast.stmt) -> None:
     if isinstance(node, ast.FunctionDef):
         found[node.name] = [_signature(node, bound=False)]
+    elif isinstance(node, ast.ImportFrom) and node.module == "torch_npu._C":
+        found |= {f"_C.{alias.name}": [] for alias in node.names}       # C++: the wheel tells no signature
     elif isinstance(node, ast.ClassDef):
         methods = {item.name: _signature(item, bound=True) for item in node.body if isinstance(item, ast.FunctionDef)}
         found[node.name] = [methods[name] for name in ("__new__", "__init__") if name in methods]

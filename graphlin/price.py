@@ -24,7 +24,7 @@ class Price:
     """Bytes that captured graphs hold: `tiers` has a `TierPrice` for each tier (of each mode), largest first.
 
     A slot holds `per_slot`: static tensors (`static`) and the segments of its private pool (`pool`). There are `slots` of them,
-    which hold `total`. Printing a price shows a table.
+    which hold `total`, in `graphs` graphs, of which each takes a stream or more on Ascend. Printing a price shows a table.
     """
 
     tiers: tuple[TierPrice, ...]
@@ -46,14 +46,19 @@ class Price:
     def total(self) -> int:
         return self.slots * self.per_slot
 
+    @property
+    def graphs(self) -> int:
+        return self.slots * sum(tier.graphs for tier in self.tiers)
+
     def as_json(self) -> dict[str, Any]:
         """All numbers, in bytes, as JSON has them."""
         tiers = [asdict(tier) | {"total": tier.total} for tier in self.tiers]
         return {"tiers": tiers, "static": self.static, "pool": self.pool, "per_slot": self.per_slot, "slots": self.slots,
-                "total": self.total}
+                "total": self.total, "graphs": self.graphs}
 
     def __rich__(self) -> Table:
-        table = Table(title="What the graphs hold, in MiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title="What the graphs hold, in MiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                      caption=f"in {self.graphs} graph{'s' * (self.graphs != 1)}")
         for column in ("tier", "inputs", "outputs", "inter-\nmediates", "gradients", "static\nadds", "pool\nadds", "tier\nadds"):
             table.add_column(column, justify="right", no_wrap=True)
         for t in self.tiers:

@@ -59,7 +59,7 @@ class TierPrice:
 
     `inputs` are the static tensors that calls and gradients of outputs are copied into; `outputs`, `gradients` (of inputs and
     parameters) and, at the peak, `intermediates` lie in the pool. `static` and `pool` are what the slot grows by, which is
-    less where a larger tier's memory is shared.
+    less where a larger tier's memory is shared. `graphs` counts the graphs: one, or two with a backward.
     """
 
     tier: Tier
@@ -69,6 +69,7 @@ class TierPrice:
     gradients: int
     static: int
     pool: int
+    graphs: int
 
     @property
     def total(self) -> int:
@@ -247,7 +248,7 @@ def _price(pair: Pair, held: Held, captures: Sequence[tuple[int, int]]) -> TierP
     gradients = _nbytes([*(grad for _, grad in pair.input_grads), *pair.param_grads])
     peak = max(peak for _, peak in captures) - captures[0][0]
     return TierPrice(held.tier, _nbytes(inputs), outputs, max(0, peak - outputs - gradients), gradients, held.static_bytes,
-                     held.pool_bytes)
+                     held.pool_bytes, len(captures))
 
 
 def _nbytes(tensors: Sequence[torch.Tensor | None]) -> int:

@@ -44,13 +44,28 @@ def text_file(tmp_path):
     ("gdn", "GatedDeltaNet"), pytest.param("kda", "KimiDeltaAttention", marks=pytest.mark.slow)])
 def test_command_trains_the_same_way_eager_and_captured(text_file, tmp_path, model, mixer):
     picture = tmp_path / "curves.png"
+    found, progress = run_command(str(text_file), "--model", model, "--plot", str(picture))
+    assert found["mixer"] == mixer
+    assert ("CPU" in found["clock"]) == (not torch.accelerator.is_available())
+    assert "captured" in progress
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("model", MIXERS)
+def test_the_small_demo_is_right_on_a_device(device, text_file, model):
+    found, _ = run_command(str(text_file), "--model", model, "--small")
+    assert found["tier"]["tokens"] == 96 and "CPU" not in found["device"]
+
+
+def run_command(*arguments):
+    """What a demo that went well tells as JSON, and its progress."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command_line = [sys.executable, "-m", "graphlin", "demo", str(text_file), "--model", model, "--json", "--plot", str(picture)]
+    command_line = [sys.executable, "-m", "graphlin", "demo", *arguments, "--json"]
     done = subprocess.run(command_line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and found["problems"] == []
-    assert found["mixer"] == mixer
     assert found["comparison"]["bitwise"] and found["losses"]["eager"] == found["losses"]["captured"]
     assert len(found["losses"]["eager"]) == len(found["seconds"]["captured"]) == 10
     assert found["loss_fall"] >= 0.2
@@ -59,9 +74,7 @@ def test_command_trains_the_same_way_eager_and_captured(text_file, tmp_path, mod
     assert found["replays"] == found["backward_replays"] == 9 and found["eager_calls"] == {"TierOverflow": 1}
     assert found["launches"]["replayed"] < found["launches"]["eager"]
     assert found["tier_bytes"] > 0
-    assert ("CPU" in found["clock"]) == (not torch.cuda.is_available())
-    assert "captured" in done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    return found, done.stderr
 
 
 def test_shipped_text_gives_ragged_batches_and_one_over_the_tier():

@@ -1,11 +1,13 @@
 """What a capture is said to hold, before it is made, is what it holds."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from graphlin.backends import get_backend
 from graphlin.capture import capture
 from graphlin.errors import HostSync, Resource, UnsupportedModule
 from graphlin.layers import GatedDeltaNet, KimiDeltaAttention
@@ -85,6 +87,20 @@ def test_autocast_is_priced(device):
         assert exact(device, found.total, graphed.held_bytes())
     assert graphed.price == found                                                            # the mode is the sample's
     assert price(block, TIER, (x,)) != found
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_every_graph_counts(device, grad, monkeypatch):
+    backend, begun = get_backend(device), []
+    capture_of_device = backend.capture
+    monkeypatch.setattr(backend, "capture", lambda **options: begun.append(options) or capture_of_device(**options))
+    block, (x, cu) = Mixer().to(device), pack((5, 3), device)
+    with torch.set_grad_enabled(grad):
+        found = price(block, [TIER, Tier(8, 2)], (x, cu))
+        assert not begun
+        capture(block, [TIER, Tier(8, 2)])(x, cu)
+    assert found.graphs == found.as_json()["graphs"] == len(begun) == (4 if grad else 2) == replace(found, slots=2).graphs / 2
+    assert f"in {found.graphs} graphs" in str(found)
 
 
 def test_every_mode_and_slot_counts(device):

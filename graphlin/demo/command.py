@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what mixes tokens: Gated DeltaNet or Kimi Delta Attention (default: gdn)")
     parser.add_argument("--steps", type=_steps, default=MIN_STEPS,
                         help=f"training steps of each run, at least {MIN_STEPS} (default: {MIN_STEPS})")
+    parser.add_argument("--small", action="store_true", help="the sizes of a CPU, on any device")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw loss curves and step times (needs matplotlib)")
 
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.plot is not None:
             _check_plot(arguments.plot)
-        result = compare(arguments.model, arguments.text, arguments.steps, Console(stderr=True))
+        result = compare(arguments.model, arguments.text, arguments.steps, arguments.small, Console(stderr=True))
     except (TextError, PlotError, BackendUnavailable) as error:
         print(f"graphlin demo: {error}", file=sys.stderr)
         return 2

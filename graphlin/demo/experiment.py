@@ -16,14 +16,14 @@ from graphlin.demo.train import ACCELERATOR, CPU, PaddedBlocks, Run, Settings, b
 from graphlin.verify import Report
 
 
-def compare(mixer: str, text: Path | None, steps: int, console: Console) -> Result:
+def compare(mixer: str, text: Path | None, steps: int, small: bool, console: Console) -> Result:
     """Trains a model of `mixer` layers (a name of MIXERS) for `steps` steps on `text` (None: the text shipped), eager and
-    captured; progress goes to `console`.
+    captured, at the sizes of the device, or of a CPU if `small`; progress goes to `console`.
 
     Raises TextError where the text can't be used.
     """
     device = best_device()
-    settings = CPU if device.type == "cpu" else ACCELERATOR
+    settings = CPU if small or device.type == "cpu" else ACCELERATOR
     batches = [batch.to(device) for batch in make_batches(read_paragraphs(text), settings.tier, steps)]
     last_within = next(b for b in reversed(batches) if settings.tier.fits(b.tokens, b.seqs))
 

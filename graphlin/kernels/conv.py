@@ -168,7 +168,8 @@ def run_conv_forward(x, weight, bias, residual, initial_state, store_final: bool
 
 
 def conv_programs(record, x: torch.Tensor, by_sequence: bool, packing: Packing) -> int:
-    """Programs for the chunks, for the inactive rows (as many as there would be in chunks) and for the states."""
+    """Programs for the chunks, for the inactive rows (as many as there would be in chunks) and for the states; none without
+    channels, of which compilers for Ascend refuse the stride 0."""
     tiles = -(-x.shape[-1] // record.tiles["BD"])
     rows = max(packing.NT, -(-packing.rows // packing.BT), packing.N if by_sequence else 0)
-    return grid_stride(rows * tiles, record, x.device)
+    return grid_stride(rows * tiles, record, x.device) if tiles else 0

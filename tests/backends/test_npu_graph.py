@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphlin.backends import get_backend
-from graphlin.errors import BackendUnavailable, CaptureError, ColdKernel, HostSync, ReplayError
+from graphlin.errors import BackendUnavailable, CaptureError, ColdKernel, HostSync, ReplayError, Resource
 from tests.backends.kernel import launch_cold, record
 
 
@@ -77,6 +77,18 @@ def test_a_graph_without_a_capture_is_no_graph(npu):
     for use in (graph.replay, graph.pool):
         with pytest.raises(ReplayError, match="holds no capture"):
             use()
+
+
+def test_streams_that_run_out_are_a_resource_error_and_a_reset_gives_one_back(npu):
+    x, pool, graphs = torch.ones(3, device=npu), get_backend(npu).new_pool(), []
+    with pytest.raises(Resource, match=r"no stream.*1,984\. Capture fewer tiers"):
+        while len(graphs) < 2048:
+            graphs.append(record(npu, lambda: x * 2, pool)[0])
+    assert len(graphs) > 1000
+    graphs.pop().reset()
+    graph, out = record(npu, lambda: x * 3)
+    graph.replay()
+    assert torch.equal(out, x * 3)
 
 
 def test_pool_bytes_are_the_segments_of_the_pool(npu):

@@ -49,17 +49,28 @@ def test_kernel_limits(ci, found, unmasked, grid, expected):
 def test_calls_of_the_backend_are_found_and_bound(ci, tmp_path):
     lane = ci("npu_signature")
     names = {call.name for call in lane.backend_calls(sorted(lane.BACKEND.glob("*.py")))}
-    assert {"graph_pool_handle", "Stream", "stream", "memory_snapshot", "NPUGraph.capture_begin", "NPUGraph.replay"} <= names
+    assert {"graph_pool_handle", "Stream", "stream", "memory_snapshot", "NPUGraph.capture_begin", "NPUGraph.replay",
+            "_C._weak_ref_tensor"} <= names
     wheel = tmp_path / "torch_npu.whl"
     with lane.ZipFile(wheel, "w") as archive:
-        archive.writestr("torch_npu/npu/graphs.py", "class NPUGraph:\n    def capture_begin(self, pool=None): ...\n"
+        archive.writestr("torch_npu/npu/graphs.py", "from torch_npu._C import _weak_ref_tensor as WeakRef\n"
+                                                    "class NPUGraph:\n    def capture_begin(self, pool=None): ...\n"
                                                     "def graph_pool_handle(): ...\n")
     signatures = lane.wheel_signatures(wheel)
     assert lane.Call("", "graph_pool_handle", 0, ()).fault(signatures) == ""
     assert lane.Call("", "NPUGraph.capture_begin", 0, ("pool",)).fault(signatures) == ""
     assert "unexpected keyword argument 'capture_error_mode'" in \
         lane.Call("", "NPUGraph.capture_begin", 0, ("pool", "capture_error_mode")).fault(signatures)
-    assert lane.Call("", "NPUGraph.replay", 0, ()).fault(signatures) == "there is no such name"
+    assert lane.Call("", "_C._weak_ref_tensor", 1, ()).fault(signatures) == ""
+    for missing in ("NPUGraph.replay", "_C._strong_ref_tensor"):
+        assert lane.Call("", missing, 0, ()).fault(signatures) == "there is no such name"
+
+
+def test_what_the_emulated_device_leaves_out_exists_and_is_documented(ci):
+    documented = (ROOT / "docs" / "ascend.md").read_text()
+    for beginning, reason in ci("npu_rig.not_emulated").NOT_EMULATED.items():
+        path, name = beginning.split("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / path).read_text() and f"`{name}`" in documented and reason, beginning
 
 
 PLANTED = """

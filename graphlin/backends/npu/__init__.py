@@ -10,6 +10,7 @@ import torch
 
 from graphlin.backends.cuda.memory import Block, CachingPool
 from graphlin.backends.interpreter import is_interpreting
+from graphlin.backends.memory import without_ownership
 from graphlin.backends.npu.launch import cube_cores, run_compiled
 from graphlin.backends.npu.tiles import launch_record
 from graphlin.backends.protocol import GraphBackend, LaunchRecord
@@ -60,7 +61,7 @@ class NpuBackend:
         return PaddedPool()
 
     def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return list(tensors)    # memory of the npu can't be wrapped without torch_npu's own description of it
+        return without_ownership(tensors, self._graph.alias)
 
     def side_stream(self, device: torch.device) -> Any:
         return torch.npu.Stream(device)

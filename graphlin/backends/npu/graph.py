@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch_npu  # noqa: F401  makes torch.npu
+import torch_npu  # makes torch.npu
 
 from graphlin.backends.diagnostics import blame, compiles_refused
 from graphlin.errors import CaptureError, GraphlinError, HostSync, ReplayError, Resource
@@ -25,8 +25,8 @@ _MEANING = (
     (r"without a preceding successful capture", ReplayError, "a graph that holds no capture was used at {line}: capture first; "
      "after reset() or a failed capture, capture again."),
     (r"already owns a captured graph", CaptureError, "a second capture into one graph, at {line}: reset() it first."),
-    (_CODE + r"(207008|207010)\b", Resource, "the device has no stream or model left for a graph, at {line}: each captured graph "
-     "keeps some. Capture fewer tiers and slots, or reset() blocks that are done."),
+    (_CODE + r"(207005|20700[789]|207010)\b", Resource, "the device has no stream, event or model left for a graph: each "
+     "keeps a stream or more, of which a 910B has 1,984. Capture fewer tiers, slots and modes, or reset() blocks that are done."),
     (_CODE + r"(10702[59]|10703\d|507903)\b", CaptureError, "the capture broke at {line}: the block does there what an ACL graph "
      "cannot hold, such as work on a stream that is not joined again."),
 )
@@ -100,6 +100,11 @@ def failures_typed() -> Iterator[None]:
             if re.search(pattern, str(error)):
                 raise kind(text.format(line=blame(traceback.extract_tb(error.__traceback__)))) from error
         raise
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory that does not keep it; its storage has torch_npu's description, which operators ask for."""
+    return torch_npu._C._weak_ref_tensor(tensor)
 
 
 def pool_bytes(pool: Any, index: int) -> int:
