@@ -31,7 +31,7 @@ def _part(crossing, EDGE: tl.constexpr, cu, N, T):
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def delta_state_map(k, kw, v, A, G, b, rk, h0, maps, crossing, cu, N, T, NS, H: tl.constexpr, HV: tl.constexpr,
+def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H: tl.constexpr, HV: tl.constexpr,
                     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                     USE_H0: tl.constexpr, V_FIRST: tl.constexpr, TRANSITION: tl.constexpr, PER_CHANNEL: tl.constexpr,
                     PREC: tl.constexpr):
@@ -58,8 +58,7 @@ def delta_state_map(k, kw, v, A, G, b, rk, h0, maps, crossing, cu, N, T, NS, H: 
         n = tl.where(is_offset | both, n, 0)
     n_v = tl.where(is_offset, n, 0)
     for i_t in range(0, (n + BT - 1) // BT):
-        slot = chunk_slot(bos, i_n, i_t, BT, NS)
-        p = slot * HV + i_hv
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
         row = bos + i_t * BT
         p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_r[None, :]
@@ -75,7 +74,8 @@ def delta_state_map(k, kw, v, A, G, b, rk, h0, maps, crossing, cu, N, T, NS, H: 
             b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
             b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
         else:
-            _, b_decay, b_read, b_write = _row_scales(G, b, rk, p, (slot * H + i_h) * BT, BT)
+            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
+            b_read, b_write, _ = _row_scales(scales, p, BT)
             b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
             b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
     ROWS: tl.constexpr = V + K if TRANSITION else V
@@ -85,7 +85,7 @@ def delta_state_map(k, kw, v, A, G, b, rk, h0, maps, crossing, cu, N, T, NS, H: 
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def delta_gradient_map(q, k, kw, do, A, P, G, b, rq, rk, dht, maps, crossing, cu, N, T, NS, scale, H: tl.constexpr,
+def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N, T, NS, H: tl.constexpr,
                        HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                        BV: tl.constexpr, USE_DHT: tl.constexpr, V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
                        PREC: tl.constexpr, COPY_LHS: tl.constexpr):
@@ -105,9 +105,7 @@ def delta_gradient_map(q, k, kw, do, A, P, G, b, rq, rk, dht, maps, crossing, cu
     NC = (n + BT - 1) // BT
     for i in range(0, NC):
         i_t = NC - 1 - i
-        slot = chunk_slot(bos, i_n, i_t, BT, NS)
-        p = slot * HV + i_hv
-        p_r = (slot * H + i_h) * BT
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
         row = bos + i_t * BT
         p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
         p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
@@ -121,7 +119,8 @@ def delta_gradient_map(q, k, kw, do, A, P, G, b, rq, rk, dht, maps, crossing, cu
             b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
             b_de = tl.dot(b_ro, tl.trans(tl.load(kw + p_k, mask=m_tk, other=0.)), input_precision=PREC)  # [BV, BT]
         else:
-            b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
+            b_read, b_write, b_out = _row_scales(scales, p, BT)
             b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
         b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
         b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
@@ -130,7 +129,7 @@ def delta_gradient_map(q, k, kw, do, A, P, G, b, rq, rk, dht, maps, crossing, cu
             b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
             b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
         else:
-            b_qs = (b_dot.to(tl.float32) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]).to(b_q.dtype)
+            b_qs = (b_dot.to(tl.float32) * b_out[None, :]).to(b_q.dtype)
             b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
             b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
     p_m = tl.cast(i_hv, tl.int64) * (V * K)
@@ -144,23 +143,23 @@ def run_state_map(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, 
     crossing: int32 `[2]`, the sequences over the first and the last edge, N where there is none.
     """
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
-    _, k, kw, A, _, G, b, _, rk, _ = operands
+    _, k, kw, A, _, G, scales = operands.recurrence
     maps = torch.empty(HV, V + K if transition else V, K, dtype=torch.float32, device=v.device)
     record = record_for("delta_state_map", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     tiles = -(-V // record.tiles["BV"]) + (-(-K // record.tiles["BV"]) if transition else 0)
-    launch(delta_state_map, HV * tiles, k, kw, v, A, G, b, rk, h0, maps, crossing, packing.cu, packing.N, packing.T, packing.NS,
+    launch(delta_state_map, HV * tiles, k, kw, v, A, G, scales, h0, maps, crossing, packing.cu, packing.N, packing.T, packing.NS,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, V_FIRST=v_first, TRANSITION=transition,
            PER_CHANNEL=operands.per_channel)
     return maps
 
 
 def run_gradient_map(operands: Operands, do: torch.Tensor, dht: torch.Tensor | None, v_first: bool, crossing: torch.Tensor,
-                     packing: Packing, scale: float) -> torch.Tensor:
+                     packing: Packing) -> torch.Tensor:
     """Cᵀ `[HV, V, K]` of the sequence over this rank's first edge; crossing as in `run_state_map`."""
     (H, K), (HV, V) = operands.q.shape[2:], do.shape[2:]
     maps = torch.empty(HV, V, K, dtype=torch.float32, device=do.device)
     record = record_for("delta_gradient_map", do.device, K=K, V=V, BT=packing.BT, dtype=do.dtype)
-    launch(delta_gradient_map, HV * -(-V // record.tiles["BV"]), *operands[:3], do, *operands[3:-1], dht, maps, crossing,
-           packing.cu, packing.N, packing.T, packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT,
+    launch(delta_gradient_map, HV * -(-V // record.tiles["BV"]), *operands.recurrence[:3], do, *operands.recurrence[3:], dht,
+           maps, crossing, packing.cu, packing.N, packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT,
            USE_DHT=dht is not None, V_FIRST=v_first, PER_CHANNEL=operands.per_channel)
     return maps

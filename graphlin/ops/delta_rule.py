@@ -61,7 +61,7 @@ class Call:
         """The states from which the recurrences start, and the gradients of those in which they end."""
         if self.parts is None:
             return h0, dht
-        dends = self.parts.gradients_out(operands, do, dht, carried, self.state_v_first, self.packing, self.scale)
+        dends = self.parts.gradients_out(operands, do, dht, carried, self.state_v_first, self.packing)
         return self.parts.states_in(h0, carried, self.state_v_first), dends
 
 
@@ -77,7 +77,7 @@ class DeltaRule(torch.autograd.Function):
             return _empty_forward(v, h0, q.shape[3], call)
         operands = call.family.prep(q, k, g, beta, call.prologue(A_log, dt_bias), call.packing, call.scale)
         carried, states = call.states_in(operands, v, h0)
-        o, ht = run_recurrence(operands, v, states, call.output_final_state, call.state_v_first, call.packing, call.scale)
+        o, ht = run_recurrence(operands, v, states, call.output_final_state, call.state_v_first, call.packing)
         # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
         ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands, *carried)
         return o, ht if ht is None or call.parts is None else call.parts.at_end(ht)
@@ -96,7 +96,7 @@ class DeltaRule(torch.autograd.Function):
         dht = None if dht is None else dht.contiguous()
         states, dends = call.states_and_gradients(operands, do, h0, dht, carried)
         St, E, Rt, dv, dh0 = run_two_recurrences(operands, v, do, states, dends, ctx.needs_input_grad[7], call.state_v_first,
-                                                 call.packing, call.scale)
+                                                 call.packing)
         if dh0 is not None and call.parts is not None:
             dh0 = call.parts.at_start(dh0).to(h0.dtype)
         dq, dk, dg, dbeta, partials = call.family.gradients(q, k, g, beta, do, E, dv, St, Rt, operands, prologue, call.packing,

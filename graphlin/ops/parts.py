@@ -36,7 +36,7 @@ class Parts(Protocol):
         """The states `[N, ...]` from which the parts here start: the caller's, and what came in."""
 
     def gradients_out(self, operands: Operands, do: torch.Tensor, dht: torch.Tensor | None, carried: tuple, v_first: bool,
-                      packing: Packing, scale: float) -> torch.Tensor | None:
+                      packing: Packing) -> torch.Tensor | None:
         """Sends back the gradient of the state that came in. Returns those `[N, ...]` of the states in which the parts end."""
 
     def rows_in(self, x: torch.Tensor, width: int, initial_state: torch.Tensor | None) -> torch.Tensor | None:

@@ -24,8 +24,8 @@ class ContextParallel(Split):
         return with_carried(h0, carried[0], self.came_in, v_first)
 
     def gradients_out(self, operands: Operands, do: torch.Tensor, dht: torch.Tensor | None, carried: tuple, v_first: bool,
-                      packing: Packing, scale: float) -> torch.Tensor | None:
-        grad = receive_gradient(self, operands, do, dht, carried[1], v_first, packing, scale)
+                      packing: Packing) -> torch.Tensor | None:
+        grad = receive_gradient(self, operands, do, dht, carried[1], v_first, packing)
         return with_carried(dht, grad, self.goes_out, v_first)
 
     def rows_in(self, x: torch.Tensor, width: int, initial_state: torch.Tensor | None) -> torch.Tensor | None:

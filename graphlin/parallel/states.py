@@ -31,12 +31,12 @@ def receive_state(cp: Split, operands: Operands, v: torch.Tensor, h0: torch.Tens
 
 
 def receive_gradient(cp: Split, operands: Operands, do: torch.Tensor, dht: torch.Tensor | None,
-                     maps: torch.Tensor | None, v_first: bool, packing: Packing, scale: float) -> torch.Tensor | None:
+                     maps: torch.Tensor | None, v_first: bool, packing: Packing) -> torch.Tensor | None:
     """The gradient of the state that goes out over this rank's last edge, as `receive_state` has the one that comes in."""
     if cp.world == 1:
         return None
     V = do.shape[3]
-    grads = cp.all_gather("states' gradients", run_gradient_map(operands, do, dht, v_first, cp.edges, packing, scale))
+    grads = cp.all_gather("states' gradients", run_gradient_map(operands, do, dht, v_first, cp.edges, packing))
     last = cp.world - 1
     grad = grads[last] if cp.rank < last else None
     for j in range(last - 1, cp.rank, -1):

@@ -76,7 +76,7 @@ def ranks_capture_together(rank: int, device: torch.device) -> None:
     x, cu = pack((24,) if rank else (4, 4), device)        # of a captured mode each rank decides alone
     graphed(x, cu).sum().backward()
     replays, eager = (1, {"TierOverflow": 2}) if rank else (2, {"RanksDiffer": 1})
-    captured(graphed, replays, eager=eager, backwards=replays)
+    captured(graphed, replays, backwards=replays, **eager)
 
 
 CHECKS = {check.__name__: check for check in (other_shapes, other_dtypes, other_ops, capture_over_gloo, ranks_capture_together)}
