@@ -33,6 +33,9 @@ class IdleBackend:
     def launch(self, *args: Any) -> None:
         return None
 
+    def prepare(self, *args: Any) -> Callable[..., None]:
+        return self.launch
+
     @contextmanager
     def capture(self, **options: Any):
         with self._host.capture(**options) as graph:

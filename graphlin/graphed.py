@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from graphlin.agreement import check_agreement
 from graphlin.backends import GraphBackend, get_backend
 from graphlin.errors import RanksDiffer, ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow, TierUnderflow
 from graphlin.kernels.chunk_table import chunk_table
-from graphlin.modes import Call, Key, Mode
+from graphlin.modes import Call, Key, Mode, new_call
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
 from graphlin.price import Price, check_budget
 from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
@@ -29,6 +30,7 @@ from graphlin.turn import Turn
 from graphlin.watch import Watch
 
 MAX_MODES = 16  # a constant that changes at each call must not fill the memory with graphs
+_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 _inlined = ContextVar("inlined", default=False)
 
 
@@ -124,16 +126,18 @@ class GraphedBlock(nn.Module):
         if _inlined.get() or self.backend.is_capturing():
             self.stats.inlined += 1
             return self.block(*args, **kwargs)
-        with self._turn:  # in a capture the block's parameters are others, so no thread may then run it eagerly
-            try:
-                call = self._read(args, kwargs)
-                slot, pair = self._acquire(call)
-            except ReplayError as error:
-                if self._fallback == "raise":
-                    raise
-                self.stats.eager[type(error).__name__] += 1
-                return self.block(*args, **kwargs)
+        self._turn.take()  # in a capture the block's parameters are others, so no thread may then run it eagerly
+        try:
+            call = self._read(args, kwargs)
+            slot, pair = self._acquire(call)
             self.stats.replays += 1
+        except ReplayError as error:
+            if self._fallback == "raise":
+                raise
+            self.stats.eager[type(error).__name__] += 1
+            return self.block(*args, **kwargs)
+        finally:
+            self._turn.release()
         return pair.rebuild(self._replay(call, slot, pair))
 
     def _replay(self, call: Call, slot: Slot, pair: Pair) -> Sequence[torch.Tensor]:
@@ -159,8 +163,10 @@ class GraphedBlock(nn.Module):
 
     def _read(self, args: tuple, kwargs: dict) -> Call:
         """Matches a call with its mode and tier, or raises the ReplayError that says why it can't be replayed."""
-        if forward_ad._current_level >= 0:
-            raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            raise StructureMismatch("forward-mode derivatives or a transform of torch.func (vmap, grad, jvp, ...) are taken "
+                                    "around the call, and a replay knows neither; it runs eagerly. Use backward() or "
+                                    "torch.autograd.grad, or call the block itself, graphed.block(...), where they are needed")
         key, mode, leaves, batch = self._match(args, kwargs)
         try:
             sizes = mode.layout.sizes(leaves)
@@ -172,7 +178,7 @@ class GraphedBlock(nn.Module):
         except ReplayError:
             self._decline(mode, leaves)
             raise
-        return Call(key, mode, rung, leaves, sizes, batch)
+        return new_call((key, mode, rung, leaves, sizes, batch))
 
     def _decline(self, mode: Mode, leaves: Sequence[torch.Tensor]) -> None:
         """Tells the other ranks that this one can't capture a mode at this call. Of a captured mode they need not know."""
@@ -193,7 +199,7 @@ class GraphedBlock(nn.Module):
         batch = flatten_batch(values, signature, self._dims)
         leaves, structure = flatten(values)
         key = self._key(leaves, structure)
-        return key, self._modes.get(key) or self._other_mode(key, leaves, structure), leaves, batch
+        return key, self._modes.get(key) or self._other_mode(Key(*key), leaves, structure), leaves, batch
 
     def _look_again(self, args: tuple, kwargs: dict) -> None:
         """Takes the block as it is now: before anything is captured it may be moved, cast and changed."""
@@ -205,14 +211,15 @@ class GraphedBlock(nn.Module):
             if self.backend is not self._given_backend:
                 self.backend = get_backend(first_device(self.block, args, kwargs))
 
-    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> Key:
+    def _key(self, leaves: list[torch.Tensor], structure: Structure) -> tuple:
+        """The parts of a Key, which finds what a Key finds and is made in less time."""
         grad = torch.is_grad_enabled()
-        return Key(structure,
-                   tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
-                   grad,
-                   tuple([module.training for module in self._watch.modules]),
-                   tuple([p.requires_grad for p in self._watch.params]) if grad else None,
-                   autocast_dtype(self.backend.device_type))
+        return (structure,
+                tuple([(t.dtype, t.get_device(), grad and t.requires_grad) for t in leaves]),
+                grad,
+                tuple(map(_training, self._watch.attributes)),
+                tuple(map(_requires_grad, self._watch.params)) if grad else None,
+                autocast_dtype(self.backend.device_type))
 
     def _overflow(self, tokens: int, seqs: int) -> TierOverflow:
         held = " or ".join(f"{tier.tokens} in {tier.seqs}" for tier in self.tiers)
@@ -250,6 +257,8 @@ class GraphedBlock(nn.Module):
             if tensor.device != device:
                 raise ValueError(f"{leaf.name}: expected a tensor on {device}, found one on {tensor.device}; a graph reads "
                                  "nothing else")
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{leaf.name}: expected a dense tensor, found one of layout {tensor.layout}; call .to_dense()")
         grad = key.grad
         grad_leaves = tuple(i for i, leaf in enumerate(leaves) if grad and leaf.requires_grad)
         grad_params = tuple(p for p in self._watch.params if grad and p.requires_grad)
@@ -261,7 +270,7 @@ class GraphedBlock(nn.Module):
     def acquired(self, args: tuple, kwargs: dict) -> Iterator[tuple[Call, Slot, Pair]]:
         """Holds a slot for a call: yields the call, the slot and the pair there, captured now if it was not before."""
         self.find_backend(args, kwargs)
-        with self._turn:
+        with self._turn, self._turn.kept():
             call = self._read(args, kwargs)
             slot, pair = self._acquire(call)
             try:
@@ -315,7 +324,7 @@ class GraphedBlock(nn.Module):
         if self._group is not None:
             check_agreement(self._group, slot.device, (len(slots), len(call.mode.tiers)))
         try:
-            with self._turn.recording(), self._lent_data_kept(call):
+            with self._turn.kept(), self._lent_data_kept(call):
                 for each in slots:
                     pairs[each] = self._record(self, each, call, not pairs)
                     self.stats.captures += len(pairs[each])

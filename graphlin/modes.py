@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -87,3 +88,6 @@ class Call(NamedTuple):
     @property
     def tier(self) -> Tier:
         return self.mode.tiers[self.rung]
+
+
+new_call = partial(tuple.__new__, Call)  # of a tuple of its fields, in a third of the time

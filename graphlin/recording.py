@@ -57,13 +57,14 @@ def _undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
     """The random state, the autocast cache, garbage collection and the block's buffers are afterwards as before.
 
     Casts are not cached inside: the cache would outlive the graph's memory. Garbage collected inside might free
-    device memory in the midst of a capture.
+    device memory in the midst of a capture. Anomaly detection would look for NaN inside, on the host.
     """
     devices = [] if device.type == "cpu" else [device]
     buffers = keep(block.buffers())
     caches, collects, grad = torch.is_autocast_cache_enabled(), gc.isenabled(), torch.is_grad_enabled()
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with rng, _saved_as_they_are(), torch.inference_mode(False), torch.set_grad_enabled(grad):  # leaving that mode turns it on
+    with (rng, _saved_as_they_are(), torch.autograd.set_detect_anomaly(False), torch.inference_mode(False),
+          torch.set_grad_enabled(grad)):  # leaving inference mode turns it on
         torch.set_autocast_cache_enabled(False)
         gc.disable()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -76,8 +77,10 @@ class TierPrice:
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """What autocast casts to on devices of a type; None where it is off, or the type has none."""
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if enabled else None
+    return torch.get_autocast_dtype(kind) if _has_autocast(kind) and torch.is_autocast_enabled(kind) else None
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def rehearse(graphed: Any, specimens: Sequence[Specimen], device: torch.device, tiers: Sequence[Tier]) -> list[TierPrice]:

@@ -13,6 +13,11 @@ from graphlin.replay import Copy
 from graphlin.tier import Tier
 
 
+def _is_part(x: torch.Tensor, static: torch.Tensor) -> bool:
+    """Whether x begins where a static tensor does, and holds what lies there, not its negative or conjugate."""
+    return x.data_ptr() == static.data_ptr() and not x.is_neg() and not x.is_conj()
+
+
 class SeqCopy:
     """Fills a static tensor whose dim `dim` holds sequences, and zeroes those that an earlier call left there."""
 
@@ -25,7 +30,7 @@ class SeqCopy:
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
         seqs = x.shape[self._dim]
-        if x.data_ptr() != self.static.data_ptr() or not x.is_contiguous() or not (self._is_leading or seqs == self._size):
+        if not _is_part(x, self.static) or not x.is_contiguous() or not (self._is_leading or seqs == self._size):
             self.static.narrow(self._dim, 0, seqs).copy_(x)
         else:
             self.left.lent = True
@@ -45,7 +50,7 @@ class WholeCopy:
         self.static = static
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
-        if x.data_ptr() != self.static.data_ptr() or x.stride() != self.static.stride():
+        if not _is_part(x, self.static) or x.stride() != self.static.stride():
             self.static.copy_(x)
 
     def clear(self) -> None:

@@ -1,7 +1,8 @@
 """Proof that a captured block computes what the block computes: poisoned replay against eager, launches, addresses."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,7 +37,8 @@ class Report:
     by tensor (for what is no float, the share of entries that differ), the worst of all replays; it is empty where the block
     is `random`: its masks depend on the number of rows. `mismatches` has a line for each failed check, `launches` host
     launches by (path, direction), path being "eager" (at the call's shapes), "graph" (the replay alone) or "copy in", and
-    `addresses` the number of parameters and buffers found where the graph reads them.
+    `addresses` the number of parameters and buffers found where the graph reads them. A call that does not vary in shape has
+    no tokens or sequences; the graph is of its own shape, whatever the tier.
     """
 
     tokens: int
@@ -49,6 +51,7 @@ class Report:
     mismatches: list[str] = field(default_factory=list)
     launches: dict[tuple[str, str], int] = field(default_factory=dict)
     addresses: int = 0
+    varies: bool = True
 
     @property
     def ok(self) -> bool:
@@ -67,8 +70,9 @@ class Report:
     def __str__(self) -> str:
         where = " and ".join(f"{tier.tokens} x {tier.seqs}" for tier in self.tiers)
         slots = f"slot{'s' * (len(self.slots) > 1)} {', '.join(map(str, self.slots))}"
-        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {self.tokens} tokens in {self.seqs} sequences, replayed at {where} "
-                 f"in {slots}"]
+        call = f"{self.tokens} tokens in {self.seqs} sequences, replayed at {where}" if self.varies else \
+            "a call of constant shape, replayed"
+        lines = [f"{'ok' if self.ok else 'MISMATCH'}: {call} in {slots}"]
         lines += [f"  {line}" for line in self.mismatches or self._passed()]
         if self.busy:
             lines.append(f"  {self.busy} busy slots, whose forward waits for its backward, not checked")
@@ -102,7 +106,7 @@ def verify(graphed: GraphedBlock, *args: Any, **kwargs: Any) -> Report:
     with graphed.acquired(args, kwargs) as (call, slot, _):
         pairs = {each: call.mode.pairs[each][:call.rung + 1] for each in call.mode.pairs if each is slot or not each.busy}
         report = Report(*call.sizes, call.mode.tiers[:call.rung + 1], tuple(each.index for each in pairs),
-                        len(call.mode.pairs) - len(pairs), addresses=graphed.num_addresses)
+                        len(call.mode.pairs) - len(pairs), addresses=graphed.num_addresses, varies=call.mode.layout.varies)
         check = _Check(graphed, call, slot.device, report)
         try:
             check.run(pairs)
@@ -130,7 +134,8 @@ class _Check:
         at_call, _ = self._run_eagerly(own, self.call.leaves, self.call.sizes[0], self._grads, self._count)
         for slot, captured in pairs.items():
             for tier, pair in zip(self.report.tiers, captured, strict=True):
-                self._compare(pair, tier, at_call, f"{tier.tokens} x {tier.seqs}, slot {slot.index}", pair is own)
+                where = f"{tier.tokens} x {tier.seqs}, slot {slot.index}" if self.report.varies else f"slot {slot.index}"
+                self._compare(pair, tier, at_call, where, pair is own)
 
     def _gradient(self, output: Output, tensor: torch.Tensor) -> torch.Tensor:
         """A random gradient of an output, 0 in inactive rows, whose gradients a replay leaves out."""
@@ -295,7 +300,11 @@ def _same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> boo
         return found is expected
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    return torch.equal(found.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(_bytes(found), _bytes(expected))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -318,11 +327,17 @@ def count_launches(run: Callable[[], Any], device: torch.device) -> int:
     >>> count_launches(lambda: torch.ones(3) + 1, torch.device("cpu"))
     2
     """
-    backend = get_backend(device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto of PyTorch 2.13 prints its start and stop otherwise
-    backend.synchronize(device)
-    # Every activity that the device has; PyTorch 2.11 warns of several cycles, of which there are none, without acc_events.
-    with torch.profiler.profile(acc_events=True) as profile:
+    with profiled(device) as profile:
         run()
-        backend.synchronize(device)
-    return backend.count_launches(profile.events())
+    return get_backend(device).count_launches(profile.events())
+
+
+@contextmanager
+def profiled(device: torch.device) -> Iterator[torch.profiler.profile]:
+    """Profiles the device's work in the body, all of it and nothing else, with every activity that the device has."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto of PyTorch 2.13 prints its start and stop otherwise
+    wait = get_backend(device).synchronize
+    wait(device)
+    with torch.profiler.profile(acc_events=True) as profile:  # else PyTorch 2.11 warns of several cycles, of which there are none
+        yield profile
+        wait(device)

@@ -25,31 +25,35 @@ class Watch:
     """Where a block's submodules, parameters, buffers and hooks lay when its graphs were captured."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.modules = list(block.modules())
+        self.attributes = [vars(module) for module in block.modules()]  # `training` among them
         self.params = list(block.parameters())
-        owners = [(path, owner) for path, module in block.named_modules()
-                  for owner in (module._parameters, module._buffers, module._modules)]
-        hooks = list(hooks_of(block))
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners
-                   for name, value in owner.items()]
-        entries += [(owner, key, hook, f"a hook of {path}") for path, owner in hooks for key, hook in owner.items()]
-        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
-        dicts = [owner for _, owner in owners + hooks]
-        self._filled = [owner for owner in dicts if owner]
+        parts = [(path, module._modules) for path, module in block.named_modules()] + list(hooks_of(block))
+        owners = [(path, owner) for path, module in block.named_modules() for owner in (module._parameters, module._buffers)]
+        self._empty = [owner for _, owner in parts + owners if not owner]  # most of them are, and any() is quick
+        self._parts = [owner for _, owner in parts if owner]               # compared by identity, as what they hold is
+        self._parts_then = [owner.copy() for owner in self._parts]
+        self._filled = [owner for _, owner in owners if owner]
         self._counts = [len(owner) for owner in self._filled]
-        self._empty = [owner for owner in dicts if not owner]  # most of them are, and any() is quick
+        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners for name, value in owner.items()]
+        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
-        self._strides = [t.stride() for t in self._tensors]
+        self._sizes = [t.size() for t in self._tensors]
+        self._dense = [t for t in self._tensors if t.is_contiguous()]      # then the sizes tell the strides
+        self._strided = [t for t in self._tensors if not t.is_contiguous()]
+        self._strides = [t.stride() for t in self._strided]
         self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
-        same = (all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and not any(self._empty)
+        same = (not any(self._empty)
+                and self._parts == self._parts_then
                 and list(map(len, self._filled)) == self._counts
+                and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and list(map(torch.Tensor.stride, self._tensors)) == self._strides)
+                and list(map(torch.Tensor.size, self._tensors)) == self._sizes
+                and all(map(torch.Tensor.is_contiguous, self._dense))
+                and list(map(torch.Tensor.stride, self._strided)) == self._strides)
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")

@@ -231,12 +231,14 @@ def test_a_changed_block_is_noticed_and_refresh_takes_it(device, change):
 
 
 @torch.no_grad()
-def test_weights_laid_out_anew_at_the_same_place_are_noticed(device):
+@pytest.mark.parametrize("change", [lambda data: data.t(), lambda data: data[:4], lambda data: data.view(4, 16)],
+                         ids=["transposed", "cut", "reshaped"])
+def test_weights_laid_out_anew_at_the_same_place_are_noticed(device, change):
     graphed = capture(Mixer().to(device), TIER, fallback="raise")
     x, cu = pack((5, 3), device)
     graphed(x, cu)
     weight = graphed.block.enter.weight
-    weight.data = weight.data.t()
+    weight.data = change(weight.data)
     with pytest.raises(StaleAddress, match="since the capture"):
         graphed(x, cu)
 

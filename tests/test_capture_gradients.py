@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from graphlin.capture import capture
-from graphlin.errors import CaptureError, ReplayError, SlotInUse
+from graphlin.errors import CaptureError, ReplayError, SlotInUse, StructureMismatch
 from graphlin.tier import Tier
+from graphlin.verify import verify
 from tests.blocks import Mixer, assert_equal, captured, gradients, pack
 
 TIER = Tier(tokens=24, seqs=4)
@@ -244,6 +245,33 @@ def test_forward_mode_derivatives_are_eager_and_not_left_out(device, grad):
     captured(graphed, 0, StructureMismatch=1)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_transforms_of_functions_are_eager_or_refused_by_name(device, first):
+    graphed = capture(Square().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    if not first:
+        graphed(x, cu)
+    grad = torch.func.grad(lambda x: graphed(x, cu).sum())(x)
+    both = torch.vmap(lambda x: graphed(x, cu))(torch.stack([x, 2 * x]))
+    assert torch.equal(grad, 2 * x * graphed.block.weight)
+    assert torch.equal(both, torch.stack([graphed.block(x, cu), graphed.block(2 * x, cu)]))
+    captured(graphed, 0 if first else 1, StructureMismatch=2)
+    strict = capture(Square().to(device), TIER, fallback="raise")
+    with pytest.raises(StructureMismatch, match=r"transform of torch.func \(vmap, grad, jvp.*graphed.block"):
+        torch.vmap(lambda x: strict(x, cu))(torch.stack([x, x]))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_is_for_replays_and_not_for_the_capture(device, mixer):
+    x, cu = pack((5, 3), device, requires_grad=True)
+    with torch.autograd.detect_anomaly():
+        mixer(x, cu).sum().backward()
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            mixer(x, cu).backward(torch.full_like(x, float("nan")))
+    captured(mixer, 2, backwards=2)
+
+
 def test_hooks_on_parameters_run_once(device):
     graphed = capture(Square().to(device), TIER)
     weight = graphed.block.weight
@@ -287,6 +315,39 @@ def test_gradients_handed_to_the_caller_survive_the_next_replay(device, hand_out
     run(z, ends)
     assert torch.equal(kept[0], first) and not torch.equal(kept[1], first)
     captured(graphed, 2, backwards=2)
+
+
+def test_gradients_of_lazy_sign_and_of_no_memory_of_their_own_are_read_by_value(device):
+    graphed = capture(Square().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    for grad in (torch._neg_view(torch.randn(1, 8, 8, device=device)), torch.tensor(3.0, device=device).expand(1, 8, 8)):
+        found, = torch.autograd.grad(graphed(x, cu), x, grad)
+        assert_equal([found], torch.autograd.grad(graphed.block(x, cu), x, grad))
+    captured(graphed, 2, backwards=2)
+
+
+@pytest.mark.parametrize("copy_outputs", [True, False])
+def test_outputs_and_gradients_of_lazy_sign_keep_it(device, copy_outputs):
+    class Conjugates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x, cu_seqlens):
+            y = x * self.weight
+            return y.conj(), y.conj().imag
+
+    graphed = capture(Conjugates().to(device), TIER, num_warmup_iters=1, copy_outputs=copy_outputs)
+    x = torch.randn(1, 8, 8, device=device, dtype=torch.complex64, requires_grad=True)
+    results = []
+    for block in (graphed, graphed.block):
+        a, b = block(x.conj(), torch.tensor([0, 5, 8], device=device, dtype=torch.int32))
+        results.append([a.detach().clone(), b.detach().clone(),
+                        *torch.autograd.grad(a.real.sum() + b.square().sum(), [x, graphed.block.weight])])
+    assert_equal(*results)
+    captured(graphed, 1, backwards=1)
+    report = verify(graphed, x, torch.tensor([0, 5, 8], device=device, dtype=torch.int32))
+    assert report.ok, report
 
 
 def test_input_gradients_survive_the_next_replay(device):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from graphlin.capture import capture
 from graphlin.errors import CaptureError, UnsupportedModule
 from graphlin.tier import Tier
+from graphlin.verify import verify
 from tests.blocks import Mixer, assert_equal, captured, gradients, pack
 
 TIER = Tier(tokens=24, seqs=4)
@@ -62,8 +63,9 @@ def test_what_capture_returns_may_be_checkpointed(device, reentrant):
     assert_equal(gradients(graphed, x, cu, scale), gradients(graphed.block, x, cu, scale))
 
 
-def test_a_call_in_a_backward_does_not_wait_for_a_capture_in_another_thread(device):
-    """On a device that capture's backward would wait for the thread that runs this one."""
+@pytest.mark.parametrize("work", ["captures", "verifies"])
+def test_a_call_in_a_backward_does_not_wait_for_a_backward_in_another_threads_turn(device, work):
+    """On a device that other backward, of a capture or of `verify`, would wait for the thread that runs this one."""
     class Waits(Mixer):
         def forward(self, x, cu_seqlens=None):
             if threading.current_thread() is thread:
@@ -73,7 +75,9 @@ def test_a_call_in_a_backward_does_not_wait_for_a_capture_in_another_thread(devi
     inside, refused, errors = threading.Event(), threading.Event(), []
     graphed = capture(Waits().to(device), TIER, num_warmup_iters=1)
     x, cu = pack((5, 3), device, requires_grad=True)
-    thread = threading.Thread(target=lambda: graphed(x.detach(), cu))
+    thread = threading.Thread(target=lambda: verify(graphed, x.detach(), cu) if work == "verifies" else graphed(x.detach(), cu))
+    if work == "verifies":
+        graphed(x.detach(), cu)
 
     class CallsInBackward(torch.autograd.Function):
         @staticmethod

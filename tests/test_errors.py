@@ -316,6 +316,15 @@ def test_a_tensor_elsewhere_is_named(device):
     captured(graphed, 1)
 
 
+def test_a_sparse_tensor_is_named(device):
+    graphed = capture(Mixer().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    with pytest.raises(ValueError, match=r"x: expected a dense tensor, found one of layout torch.sparse_coo; call .to_dense\(\)"):
+        graphed(x.to_sparse(), cu)
+    graphed(x, cu)
+    captured(graphed, 1)
+
+
 def test_every_error_is_a_graphlin_error():
     assert issubclass(HostSync, CaptureError) and issubclass(CaptureError, GraphlinError)
     assert issubclass(GraphlinError, RuntimeError)

@@ -222,3 +222,12 @@ def test_launches_are_counted_once(device):
     if device.type == "cpu":                                   # views and allocations launch nothing
         assert count_launches(lambda: torch.empty_like(x.T[:1].unsqueeze(0)), device) == 0
         assert count_launches(lambda: torch.nn.functional.linear(x, x, x[0]).add_(1), device) == 2
+
+
+def test_a_block_of_constant_shape_is_told_as_such(device):
+    graphed = capture(torch.nn.Linear(8, 4).to(device), Tier(24, 4), num_warmup_iters=1)
+    report = verify(graphed, torch.randn(2, 5, 8, device=device))
+    assert report.ok and not report.varies
+    assert str(report).startswith("ok: a call of constant shape, replayed in slot 0\n")
+    report.mismatches.append("output 0: differs")
+    assert "tokens" not in str(report)

@@ -25,8 +25,10 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory, made around its address."""
+    """A tensor on the same memory, made around its address, and read with the same sign."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    made = empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    made = made.conj() if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made

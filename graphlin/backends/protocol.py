@@ -1,6 +1,6 @@
 """What graphlin asks of a device: run kernels, record a graph, replay it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ def block_size(size: int, largest: int) -> int:
     64
     """
     return min(largest, max(16, 1 << (size - 1).bit_length()))
+
+
+# A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on.
+Prepared = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], None]
 
 
 class Graph(Protocol):
@@ -96,6 +100,11 @@ class GraphBackend(Protocol):
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""
+
+    def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> Prepared:
+        """What launches a kernel again and again at less cost for the host, with `fixed` as its last arguments. A backend that
+        has no quicker way may take this one over."""
+        return lambda tensors, integers: self.launch(kernel, grid, (*tensors, *integers, *fixed), constexprs, record)
 
     def count_launches(self, events: Sequence[Any]) -> int:
         """Launches that the host made, among the torch.profiler events of a run."""

@@ -1,7 +1,6 @@
 """What the command lines of bench and tune share."""
 
 import argparse
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import fields, replace
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from graphlin.bench.problems import Sizes
 from graphlin.bench.setting import Setting, Shape, scale_of
+from graphlin.commands.layer import tokens_and_seqs
 
 FILE_WIDTH = 160  # of tables that go to no terminal
 
@@ -29,11 +29,11 @@ def names(text: str) -> list[str]:
 
 
 def shape(text: str) -> Shape:
-    """Tokens and sequences of `4096,32` or `4096x32`."""
-    match = re.fullmatch(r"(\d+)[,x](\d+)", text)
-    if match is None or not 1 <= int(match[2]) <= int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected tokens and no more sequences than that, such as 4096,32, found {text!r}")
-    return int(match[1]), int(match[2])
+    """Tokens and sequences of `4096,32` or `4096x32`, of at least a token each."""
+    tokens, seqs = tokens_and_seqs(text)
+    if seqs > tokens:
+        raise argparse.ArgumentTypeError(f"expected no more sequences than tokens, such as 4096,32, found {text!r}")
+    return tokens, seqs
 
 
 def sizes(text: str) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Where the time of a call goes: its kernels' times, by the profiler or one launch after the other."""
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -8,13 +7,14 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from graphlin.backends import LaunchRecord, get_backend
+from graphlin.backends import LaunchRecord
 from graphlin.bench.clock import Clock
 from graphlin.bench.peers import ours
 from graphlin.bench.problems import PROBLEMS
 from graphlin.bench.results import BOTH, Key, Row, Sample
 from graphlin.bench.setting import Job, Setting
 from graphlin.bench.taps import Launch, tapped
+from graphlin.verify import profiled
 
 PROFILED, REPEATS = 5, 4
 ALONE = "alone, in a graph"
@@ -25,14 +25,10 @@ def kernel_microseconds(work: Callable[[], Any], device: torch.device) -> Sample
 
     Raises RuntimeError where the profiler tells of none.
     """
-    backend = get_backend(device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto of PyTorch 2.13 prints its start and stop otherwise
     work()
-    backend.synchronize(device)
-    with torch.profiler.profile(acc_events=True) as profile:
+    with profiled(device) as profile:
         for _ in range(PROFILED):
             work()
-        backend.synchronize(device)
     total = sum(event.time_range.elapsed_us() for event in profile.events()
                 if event.device_type != DeviceType.CPU and not event.is_user_annotation)
     if not total:

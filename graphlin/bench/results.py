@@ -1,7 +1,7 @@
 """What a bench run found: one row for each measured number, and the run that it came from. Pure Python."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -115,8 +115,3 @@ def load(path: Path) -> Run:
 
 def _row(key: dict, sample: dict | None, **rest: str) -> Row:
     return Row(Key(**key), sample=sample and Sample(**sample), **rest)
-
-
-def find(rows: Iterable[Row], key: Key, who: str, measure: str) -> Row | None:
-    """The row of this number, if it was measured."""
-    return next((row for row in rows if (row.key, row.who, row.measure) == (key, who, measure)), None)

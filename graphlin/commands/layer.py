@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value-heads", type=_count, metavar="HV", help="value heads, a multiple of H (default: H)")
     parser.add_argument("--head-dim", type=_count, metavar="K", help=f"width of a head (default: {MODEL.head_dim})")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and input (default: bf16)")
-    parser.add_argument("--tier", type=_tier, action="append", metavar="TOKENS,SEQS", dest="tiers",
+    parser.add_argument("--tier", type=tokens_and_seqs, action="append", metavar="TOKENS,SEQS", dest="tiers",
                         help="a bound to capture for; give several for a ladder (default: {},{})".format(*MODEL.tier))
     parser.add_argument("--chunk-size", type=int, choices=CHUNK_SIZES, default=64, help="tokens in a chunk (default: 64)")
     parser.add_argument("--slots", type=_count, default=1,
@@ -77,7 +77,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _tier(text: str) -> tuple[int, int]:
+def tokens_and_seqs(text: str) -> tuple[int, int]:
+    """The two numbers of `4096,32` or `4096x32`."""
     match = re.fullmatch(r"(\d+)[,x](\d+)", text)
     if match is None or not int(match[1]) or not int(match[2]):
         raise argparse.ArgumentTypeError(f"expected tokens and sequences, such as 4096,32, found {text!r}")

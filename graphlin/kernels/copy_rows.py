@@ -7,12 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from graphlin.backends import Prepared
 from graphlin.kernels.common import active_rows
-from graphlin.kernels.launch import grid_stride, launch, record_for
+from graphlin.kernels.launch import grid_stride, prepare, record_for
 
 
 @triton.jit(do_not_specialize=["N", "T", "first", "previous"])
-def copy_active_rows(x, y, cu, static_cu, N, T, first, previous, T_MAX, inner, outer, N_MAX: tl.constexpr,
+def copy_active_rows(x, cu, N, T, first, previous, y, static_cu, T_MAX, inner, outer, N_MAX: tl.constexpr,
                      HAS_CU: tl.constexpr, FILL_CU: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
     """x `[outer, T, inner]` into y `[outer, T_MAX, inner]`: rows below `cu[N]` copied, from there to `previous` zeroed.
 
@@ -59,6 +60,16 @@ class Left:
             self.count = count
 
 
+def as_triton_has_it(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of dtypes that Triton lacks, on the same memory as one that it has; any other as it is.
+
+    Complex numbers become pairs in a new last dim. Floats of 8 bits, which few devices compute with, become integers.
+    """
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.view(torch.int8) if x.is_floating_point() and x.itemsize == 1 else x
+
+
 class RowCopy:
     """Fills a static buffer whose dim `dim` holds tokens, and zeroes the rows that an earlier call left there.
 
@@ -70,33 +81,43 @@ class RowCopy:
         self.static = static
         self.left = Left() if left is None else left
         self._dim = dim
-        self._sizes = static.shape[dim], prod(static.shape[dim + 1:]), prod(static.shape[:dim])
+        self._target = as_triton_has_it(static)
+        shape = self._target.shape
+        self._tokens, self._inner, self._outer = shape[dim], prod(shape[dim + 1:]), prod(shape[:dim])
         self._address = static.data_ptr()
-        self._record = record_for("copy_active_rows", static.device, dtype=static.dtype)
-        tasks = self._sizes[2] * -(-self._sizes[0] * self._sizes[1] // self._record.tiles["BLOCK"])
-        self._grid = grid_stride(max(tasks, 1), self._record, static.device)
+        self._launches: dict[int, Prepared] = {}  # by static_cu, which they keep
 
     def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
         """Copies the rows of x below `cu[-1]` (all rows without cu); static_cu, if given, is filled from cu.
 
         Rows of x that lie in the buffer already are left alone, the inactive ones too: they are the caller's.
         """
-        tokens, inner, outer = self._sizes
-        rows, left = x.shape[self._dim], self.left
-        if not x.is_contiguous():
-            x = x.contiguous()
+        tokens, rows, left = self._tokens, x.shape[self._dim], self.left
+        if self._target is not self.static:
+            x = as_triton_has_it(x)
+        if not x.is_contiguous() or x.is_neg():
+            x = x.resolve_neg().contiguous()
         first = 0
-        if x.data_ptr() == self._address and (outer == 1 or rows == tokens):
+        if x.data_ptr() == self._address and (self._outer == 1 or rows == tokens):
             first, left.lent = rows, True
             if static_cu is None and rows == tokens:
                 return
-        launch(copy_active_rows, self._grid, x, self.static, cu, static_cu,
-               0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens), tokens, inner, outer,
-               record=self._record, N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=cu is not None,
-               FILL_CU=static_cu is not None)
+        form = 0 if cu is None else id(static_cu)
+        launch = self._launches.get(form)
+        if launch is None:
+            launch = self._launches[form] = self._prepare(cu is not None, static_cu)
+        launch((x, cu), (0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens)))
         left.replace(rows, tokens)
+
+    def _prepare(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
+        record = record_for("copy_active_rows", self._target.device, dtype=self._target.dtype)
+        tasks = self._outer * -(-self._tokens * self._inner // record.tiles["BLOCK"])
+        return prepare(copy_active_rows, grid_stride(max(tasks, 1), record, self._target.device), self._target, static_cu,
+                       self._tokens, self._inner, self._outer, record=record,
+                       N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=has_cu,
+                       FILL_CU=static_cu is not None)
 
     def clear(self) -> None:
         """Zeroes the whole buffer."""
         self.static.zero_()
-        self.left.replace(0, self._sizes[0])
+        self.left.replace(0, self._tokens)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from graphlin.backends import LaunchRecord, get_backend
+from graphlin.backends import LaunchRecord, Prepared, get_backend
 
 
 def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexprs: Any) -> None:
@@ -17,9 +17,25 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
         return
     for tensor in args:
         if isinstance(tensor, torch.Tensor):
-            if tensor.untyped_storage().device.type != "meta":
+            if _has_memory(tensor):
                 get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
             return
+
+
+def prepare(kernel: Any, grid: int, *fixed: Any, record: LaunchRecord, **constexprs: Any) -> Prepared:
+    """`launch` for a kernel that is launched again and again, on the device of the first tensor among its last arguments.
+
+    >>> copy = prepare(copy_active_rows, grid, y, None, 4096, 64, 1, record=record, N_MAX=0, HAS_CU=True, FILL_CU=False)
+    >>> copy((x, cu), (N, T, 0, 0))
+    """
+    tensor = next(a for a in fixed if isinstance(a, torch.Tensor))
+    if grid == 0 or not _has_memory(tensor):
+        return lambda tensors, integers: None
+    return get_backend(tensor.device).prepare(kernel, grid, fixed, constexprs, record)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().device.type != "meta"
 
 
 def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, R: int = 1, BT: int = 64,

@@ -39,9 +39,10 @@ def _block_diagonal(b_d, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr,
 def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
     """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
     merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
-    everything when keys are alike.
+    everything when keys are alike. With DOT_BLOCKS, BI is at least 16, the least that a dot sums over.
     """
     tl.static_assert(BT <= 32 and BI <= BT)
+    tl.static_assert(BI >= 16 or not DOT_BLOCKS)
     NB: tl.constexpr = BT // BI
     o_s = tl.arange(0, BI)
     b_d = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)

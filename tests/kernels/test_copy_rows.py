@@ -53,6 +53,25 @@ def test_strided_input_is_copied_by_value(device):
     assert torch.equal(copy.static, x)
 
 
+@pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj, lambda x: x.conj().imag])
+def test_lazy_signs_are_copied_by_value(device, lazy):
+    x = lazy(torch.randn(1, 6, 4, device=device, dtype=torch.complex64))
+    copy = RowCopy(torch.zeros(1, 8, 4, device=device, dtype=x.dtype), dim=1)
+    copy(x, cu_seqlens(device, 5))
+    assert torch.equal(copy.static[:, :5], x.resolve_conj().resolve_neg()[:, :5]) and not copy.static[:, 5:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+def test_dtypes_that_triton_lacks_are_copied_bit_for_bit(device, dtype):
+    for shape, dim in (((1, 6, 4), 1), ((2, 6), 1)):
+        x = torch.randn(shape).mul(9).abs().to(device, dtype)
+        copy = RowCopy(torch.zeros(shape, device=device, dtype=dtype), dim=dim)
+        copy(x, cu_seqlens(device, 5))
+        kept, rest = copy.static.narrow(dim, 0, 5), copy.static.narrow(dim, 5, 1)
+        assert torch.equal(kept.contiguous().view(torch.uint8), x.narrow(dim, 0, 5).contiguous().view(torch.uint8))
+        assert not rest.contiguous().view(torch.uint8).any()
+
+
 def test_the_buffer_itself_is_not_copied(device):
     copy = RowCopy(torch.zeros(1, 6, 4, device=device), dim=1)
     static_cu = torch.zeros(4, device=device, dtype=torch.int32)

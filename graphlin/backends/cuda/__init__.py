@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphlin.backends.cuda import graph as cuda_graph
-from graphlin.backends.cuda.launch import run_compiled
+from graphlin.backends.cuda.launch import PreparedLaunch, run_compiled
 from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
@@ -76,6 +76,10 @@ class CudaBackend:
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)
+
+    def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any],
+                record: LaunchRecord) -> PreparedLaunch:
+        return PreparedLaunch(kernel, grid, fixed, constexprs, record)
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return sum(event.name.startswith(_LAUNCHES) for event in events)

@@ -1,16 +1,59 @@
-"""Launches a compiled Triton kernel on the current CUDA stream."""
+"""Launches compiled Triton kernels on the current CUDA stream."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import triton
 
 from graphlin.backends.protocol import LaunchRecord
 
 
-def run_compiled(kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
-    """Launches on the device of the first tensor, which Triton does not choose by itself."""
+def run_compiled(kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> Any:
+    """Launches on the device of the first tensor, which Triton does not choose by itself; returns the compiled kernel."""
     index = next(a.get_device() for a in args if isinstance(a, torch.Tensor))
     with nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index):
-        kernel[(grid,)](*args, **constexprs, **record.tiles, num_warps=record.num_warps, num_stages=record.num_stages)
+        return kernel[(grid,)](*args, **constexprs, **record.tiles, num_warps=record.num_warps, num_stages=record.num_stages)
+
+
+class PreparedLaunch:
+    """Launches of one kernel that pass by Triton's own dispatch, which takes the host longer than everything else in them.
+
+    Triton compiles a kernel anew for other dtypes, absent tensors and pointers that are not aligned to 16 bytes. The first
+    launch of each such form is Triton's own; what it compiled is launched from then on. Triton's are also those that a
+    profiler's hook watches, and those while another device is current.
+    """
+
+    def __init__(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
+        self._kernel, self._grid, self._fixed, self._constexprs, self._record = kernel, grid, fixed, constexprs, record
+        self._index = next(a.get_device() for a in fixed if isinstance(a, torch.Tensor))
+        named = {**constexprs, **record.tiles}
+        self._rest = (*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in fixed),
+                      *(named[name] for name in kernel.arg_names[-len(named):]))
+        self._forms: dict[tuple, tuple] = {}
+
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], integers: tuple[int, ...]) -> None:
+        pointers, form = [], []
+        for tensor in tensors:
+            pointers.append(pointer := 0 if tensor is None else tensor.data_ptr())
+            form += (None, 0) if tensor is None else (tensor.dtype, pointer % 16)
+        compiled = self._forms.get(form := tuple(form))
+        if compiled is None or torch._C._cuda_getDevice() != self._index or _is_watched():
+            self._run_by_triton(form, (*tensors, *integers, *self._fixed))
+            return
+        run, function, metadata = compiled
+        run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), function, metadata, None, None, None,
+            *pointers, *integers, *self._rest)
+
+    def _run_by_triton(self, form: tuple, args: tuple) -> None:
+        kernel = run_compiled(self._kernel, self._grid, args, self._constexprs, self._record)
+        if hasattr(triton, "knobs"):  # before, the launcher took other arguments
+            self._forms[form] = kernel.run, kernel.function, kernel.packed_metadata
+
+
+def _is_watched() -> bool:
+    """Whether a profiler has hooks on launches; Triton's have been a list since 3.5, one function or None before."""
+    hooks = triton.knobs.runtime
+    return bool(getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook)
+                or getattr(hooks.launch_exit_hook, "calls", hooks.launch_exit_hook))

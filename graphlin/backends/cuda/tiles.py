@@ -54,10 +54,15 @@ def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecor
 
 
 def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    if arch == "sm_90" and dtype != torch.float32:
-        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 64), BV=block_size(V, 128)))
-    rows = 32 if dtype == torch.float32 else 64
-    return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows)), num_warps=8, num_stages=2)
+    if dtype == torch.float32:
+        BK, BV = 32, 32
+    elif arch != "sm_90":
+        BK, BV = 32, 64
+    elif R == 1:
+        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 64), BV=block_size(V, 64)))
+    else:
+        BK, BV = 64, 128
+    return LaunchRecord(dict(_precision(dtype), BK=block_size(K, BK), BV=block_size(V, BV)), num_warps=8, num_stages=2)
 
 
 def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -66,6 +71,8 @@ def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRe
 
 
 def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    if arch == "sm_90" and dtype != torch.float32:
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), BV=block_size(V, 64)), num_stages=3)
     rows = 32 if dtype == torch.float32 else 64
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32 if arch == "sm_80" else rows), BV=block_size(V, rows)), num_warps=8,
                         num_stages=2)

@@ -17,7 +17,7 @@ from graphlin.backends.host.memory import KeepingPool
 from graphlin.backends.host.tiles import launch_record
 from graphlin.backends.interpreter import choose_interpreter, is_interpreting
 from graphlin.backends.memory import alias
-from graphlin.backends.protocol import LaunchRecord
+from graphlin.backends.protocol import GraphBackend, LaunchRecord
 from graphlin.errors import ColdKernel
 
 
@@ -97,6 +97,8 @@ class HostBackend:
             raise ColdKernel(f"kernel {kernel.fn.__name__} would be compiled inside a capture, launched from "
                              f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options "
                              "before capturing (num_warmup_iters of at least 1).")
+
+    prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return count_launches(events)

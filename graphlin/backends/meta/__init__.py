@@ -8,7 +8,7 @@ import torch
 
 from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
-from graphlin.backends.protocol import Graph, LaunchRecord
+from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord
 from graphlin.errors import BackendUnavailable
 
 
@@ -59,6 +59,8 @@ class MetaBackend:
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         return None
+
+    prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return 0

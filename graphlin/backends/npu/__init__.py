@@ -12,7 +12,7 @@ from graphlin.backends.cuda.memory import Block, CachingPool
 from graphlin.backends.interpreter import is_interpreting
 from graphlin.backends.npu.launch import cube_cores, run_compiled
 from graphlin.backends.npu.tiles import launch_record
-from graphlin.backends.protocol import LaunchRecord
+from graphlin.backends.protocol import GraphBackend, LaunchRecord
 from graphlin.errors import BackendUnavailable
 
 # Beginnings of ACL's calls that put work on a stream; that torch.profiler names them so on a device was not seen yet.
@@ -91,6 +91,8 @@ class NpuBackend:
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)
+
+    prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return sum(event.name.startswith(_LAUNCHES) for event in events)
