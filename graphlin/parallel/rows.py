@@ -17,11 +17,23 @@ def _window(cp: Split, rank: torch.Tensor | int, width: int) -> torch.Tensor:
 
 def _own_window(cp: Split, tokens: int, width: int) -> torch.Tensor:
     """Rows `[width]` of this rank's tensors that it sends."""
-    return (_window(cp, cp.rank, width) - cp.offsets[cp.rank] + _slots(cp, width)).clamp(max=tokens - 1)
+    def rows() -> torch.Tensor:
+        return (_window(cp, cp.rank, width) - cp.offsets[cp.rank] + _slots(cp, width)).clamp(max=tokens - 1)
+    return cp.once(("rows to send", tokens, width), rows)
 
 
 def _slots(cp: Split, width: int) -> torch.Tensor:
-    return torch.arange(width, device=cp.offsets.device)
+    return cp.once(("slots", width), lambda: torch.arange(width, device=cp.offsets.device))
+
+
+def _sources(cp: Split, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each slot of the state that comes in: which of all rows sent `[world * width]` it holds, whether the sequence has one
+    there, and else which slot of its initial state."""
+    place = cp.offsets[cp.rank] - width + _slots(cp, width)                 # of the slot's row in the whole batch
+    holder = (cp.offsets[1:-1, None] <= place[None, :]).sum(0)
+    index = (holder * width + place - _window(cp, holder, width)).clamp(0, cp.world * width - 1)
+    after = place - cp.first_token[cp.rank]                                 # the sequence's first token
+    return index, after >= 0, (after + width).clamp(0, width - 1)
 
 
 def receive_rows(cp: Split, x: torch.Tensor, width: int, initial_state: torch.Tensor | None) -> torch.Tensor | None:
@@ -31,14 +43,11 @@ def receive_rows(cp: Split, x: torch.Tensor, width: int, initial_state: torch.Te
     rows = cp.all_gather("rows of a convolution", x[0].index_select(0, _own_window(cp, x.shape[1], width)))
     if cp.rank == 0:
         return initial_state
-    place = cp.offsets[cp.rank] - width + _slots(cp, width)                 # of each slot's row in the whole batch
-    holder = (cp.offsets[1:-1, None] <= place[None, :]).sum(0)
-    index = (holder * width + place - _window(cp, holder, width)).clamp(0, cp.world * width - 1)
+    index, exists, slots = cp.once(("sources of rows", width), lambda: _sources(cp, width))
     state = rows.flatten(0, 1).index_select(0, index).float().t()           # [D, width]
-    before = place - cp.first_token[cp.rank]                                # the sequence's first token, if negative
     own = state.new_zeros(()) if initial_state is None else initial_state.float()
-    first = own if initial_state is None else _sequence(cp, own, cp.rank).index_select(1, (before + width).clamp(0, width - 1))
-    return torch.where(cp.came_in[:, None, None], torch.where(before >= 0, state, first), own).contiguous()
+    before = own if initial_state is None else _sequence(cp, own, cp.rank).index_select(1, slots)
+    return torch.where(cp.came_in[:, None, None], torch.where(exists, state, before), own).contiguous()
 
 
 def _sequence(cp: Split, states: torch.Tensor, edge: int) -> torch.Tensor:
@@ -59,15 +68,11 @@ def send_back_rows(cp: Split, dx: torch.Tensor, dstate: torch.Tensor | None, wid
     if own > 0:
         came_in = torch.where(cp.crossing[own] < cp.num_seqs, _sequence(cp, dstate, own).float(), came_in)
     grads = cp.all_gather("gradients of a convolution's rows", came_in)
-    slots = _slots(cp, width)
-    place = _window(cp, own, width) + slots
     to_rows = to_initial = torch.zeros_like(came_in)
     for r in range(own + 1, cp.world):
-        crosses, origin = cp.crossing[r] < cp.num_seqs, cp.offsets[r] - width
-        is_own = crosses & (place >= cp.first_token[r]) & (place < cp.offsets[own + 1])
-        to_rows = to_rows + _picked(grads[r], place - origin, is_own)
-        starts_here = crosses & (cp.first_rank[r] == own)
-        to_initial = to_initial + _picked(grads[r], slots - width + cp.first_token[r] - origin, starts_here)
+        from_rows, from_initial = cp.once(("returned rows", width, r), lambda r=r: _returned(cp, width, r))
+        to_rows = to_rows + _picked(grads[r], *from_rows)
+        to_initial = to_initial + _picked(grads[r], *from_initial)
     rows = _own_window(cp, dx.shape[1], width)[:dx.shape[1]]     # distinct, since no more are taken than there are
     patched = dx[0].index_select(0, rows) + to_rows.t()[:dx.shape[1]]
     dx[0].index_copy_(0, rows, patched.to(dx.dtype))
@@ -76,8 +81,17 @@ def send_back_rows(cp: Split, dx: torch.Tensor, dstate: torch.Tensor | None, wid
     return cp.at_start(dstate) + torch.where(cp.goes_out[:, None, None], to_initial, 0)
 
 
+def _returned(cp: Split, width: int, r: int) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Which slots of the state that came in to a later rank are this rank's rows, and which its sequence's initial state, and
+    where they are wanted."""
+    slots, origin, crosses = _slots(cp, width), cp.offsets[r] - width, cp.crossing[r] < cp.num_seqs
+    place = _window(cp, cp.rank, width) + slots
+    is_own = crosses & (place >= cp.first_token[r]) & (place < cp.offsets[cp.rank + 1])
+    starts_here = crosses & (cp.first_rank[r] == cp.rank)
+    return tuple((at.clamp(0, width - 1), (at >= 0) & (at < width) & wanted)
+                 for at, wanted in ((place - origin, is_own), (slots - width + cp.first_token[r] - origin, starts_here)))
+
+
 def _picked(grads: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Columns `slots` of grads `[D, width]` where they exist and are wanted, else 0."""
-    width = grads.shape[1]
-    exists = (slots >= 0) & (slots < width) & wanted
-    return torch.where(exists, grads.index_select(1, slots.clamp(0, width - 1)), 0)
+    """Columns `slots` of grads `[D, width]` where they are wanted, else 0."""
+    return torch.where(wanted, grads.index_select(1, slots), 0)

@@ -1,6 +1,9 @@
 """Which part of a packed batch each rank holds, decided on the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,24 +39,27 @@ class Split:
     last_rank: torch.Tensor
     earlier: torch.Tensor
     later: torch.Tensor
-    _tables: dict = field(default_factory=dict)
+    _made: dict = field(default_factory=dict)
 
     @property
     def num_seqs(self) -> int:
         """N, with those that have no token here."""
         return self.cu_seqlens.shape[0] - 1
 
-    @property
+    @cached_property
     def edges(self) -> torch.Tensor:
         """`crossing` of this rank's own two edges: the sequences that come from an earlier rank, and go on to a later one."""
         return self.crossing[self.rank:self.rank + 2]
 
     def chunk_indices(self, tokens: int, chunk_size: int) -> torch.Tensor:
         """The chunk table of `cu_seqlens` for tensors of so many rows; built at the first call, for all layers of a step."""
-        key = tokens, chunk_size
-        if key not in self._tables:
-            self._tables[key] = prepare_chunk_indices(self.cu_seqlens, tokens, chunk_size)
-        return self._tables[key]
+        return self.once(("chunks", tokens, chunk_size), lambda: prepare_chunk_indices(self.cu_seqlens, tokens, chunk_size))
+
+    def once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made at the first call with this key, for all layers of a step."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """`x [...]` of every rank, `[world, ...]`; see `graphlin.parallel.exchange`."""
@@ -67,12 +73,12 @@ class Split:
         """`states [N, ...]`, 0 for sequences whose last token lies on another rank."""
         return _where_sequences(self.ends_here, states)
 
-    @property
+    @cached_property
     def came_in(self) -> torch.Tensor:
         """Bool `[N]`: the sequence over this rank's first edge."""
         return self._is_number(self.crossing[self.rank])
 
-    @property
+    @cached_property
     def goes_out(self) -> torch.Tensor:
         """Bool `[N]`: the sequence over this rank's last edge."""
         return self._is_number(self.crossing[self.rank + 1])

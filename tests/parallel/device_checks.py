@@ -95,17 +95,18 @@ def replays_equal_eager(name: str, rank: int, device: torch.device) -> None:
     block, draw = _blocks(device)[name]
     graphed = graphlin.capture(block, graphlin.Tier(tokens=TOKENS, seqs=SEQS), group=dist.group.WORLD, fallback="raise")
     wrong = []
-    for i, (ends, cut) in enumerate(BATCHES):
-        torch.manual_seed(10 * i + rank)
-        tensors, batch = draw(), _batch(ends, cut, device)
-        eager, replayed = _step(block, tensors, batch), _step(graphed, tensors, batch)
-        wrong += [f"batch {i}, result {j}: {(a.float() - b.float()).abs().max():.2e} apart"
-                  for j, (a, b) in enumerate(zip(eager, replayed, strict=True)) if not torch.equal(a, b)]
-        wrong += [f"batch {i}, result {j} is not finite" for j, a in enumerate(replayed) if not a.isfinite().all()]
-    replays, backward_replays = graphed.stats.replays, graphed.stats.backward_replays
-    graphed.reset()                                  # a communicator waits for graphs that hold its work
+    try:
+        for i, (ends, cut) in enumerate(BATCHES):
+            torch.manual_seed(10 * i + rank)
+            tensors, batch = draw(), _batch(ends, cut, device)
+            eager, replayed = _step(block, tensors, batch), _step(graphed, tensors, batch)
+            wrong += [f"batch {i}, result {j}: {(a.float() - b.float()).abs().max():.2e} apart"
+                      for j, (a, b) in enumerate(zip(eager, replayed, strict=True)) if not torch.equal(a, b)]
+            wrong += [f"batch {i}, result {j} is not finite" for j, a in enumerate(replayed) if not a.isfinite().all()]
+    finally:
+        graphed.reset()                              # a communicator waits for graphs that hold its work
     assert not wrong, "; ".join(wrong)
-    assert (replays, backward_replays) == (len(BATCHES), len(BATCHES))
+    assert (graphed.stats.replays, graphed.stats.backward_replays) == (len(BATCHES), len(BATCHES))
 
 
 def two_ranks_equal_one(name: str, cut: int, ends: list[int], rank: int, device: torch.device) -> None:

@@ -12,17 +12,26 @@ from tests.parallel.world import assert_fine, run_world
 CASES = {case.name: case for case in [*OP_CASES, RAW_GATE]}
 EVERYWHERE = ("conv", "gdn_gate")          # the other ops and gates differ from the latter inside a rank alone
 ELSEWHERE = {2: ("crossing",), 3: ("whole",)}
+OF_ROWS = ("two tokens before", "two tokens after", "W-1 tokens before", "middle of two tokens")    # all one to a delta rule
 LAYOUTS = {2: TWO, 3: THREE}
 
 
 def checks_of(world: int) -> dict:
     """A check for each op and layout."""
     return {f"{case}, {layout}": partial(check, CASES[case], layout) for layout in LAYOUTS[world] for case in CASES
-            if case in EVERYWHERE or str(layout) in ELSEWHERE[world]}
+            if (case in EVERYWHERE or str(layout) in ELSEWHERE[world]) and (case == "conv" or str(layout) not in OF_ROWS)}
+
+
+def draw(case: OpCase, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random arguments whose states decay little: what comes from other ranks would else be too small to be missed."""
+    drawn = case.draw(sum(layout.lengths), len(layout.lengths), device)
+    if "g" in drawn:
+        drawn["g"] = drawn["g"] * 0.02 if case.log_decay else drawn["g"] - 4
+    return drawn
 
 
 def check(case: OpCase, layout: Layout, rank: int, device: torch.device) -> None:
-    drawn = case.draw(sum(layout.lengths), len(layout.lengths), device)
+    drawn = draw(case, layout, device)
     results = run_part(case, own_part(case, layout, drawn, rank), layout.context(device))
     check_part(case, layout, results, expected_results(case, layout, drawn), rank)
 
