@@ -132,6 +132,6 @@ def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line of a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
+    """An error in one line of a table: its beginning, and its end, which is what a traceback of another process comes to."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 300 else f"{text[:99]} ... {text[-196:]}"
