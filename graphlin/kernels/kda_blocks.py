@@ -1,7 +1,7 @@
-"""Kimi Delta Attention, the gradients inside a chunk, block by block: for devices whose local memory can't hold kda_intra's tiles.
+"""Kimi Delta Attention, the gradients inside a chunk, block by block: where local memory can't hold the tiles of kda_intra.
 
-A chunk is walked through from its last block of 16 rows to its first. A reader and a writer of different blocks meet at the end of
-the block before the reader's, those of one block pair by pair (kda_pairwise); otherwise as in kda_intra.
+A chunk is walked through from its last block of 16 rows to its first. A reader and a writer of different blocks meet at the end
+of the block before the reader's, those of one block pair by pair (kda_pairwise); otherwise as in kda_intra.
 """
 
 import triton
@@ -151,9 +151,9 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, eye, ts, dg, dqk, pb, p_q, 
 
 
 @triton.jit
-def intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS, first_row, n,
-                 rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+def intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
+                 first_row, n, rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
     """One tile of channels of chunk and value head p, whose rows begin at p_q, p_r and p_g."""
     NK: tl.constexpr = (K + BK - 1) // BK
     o_k = i_k * BK + tl.arange(0, BK)

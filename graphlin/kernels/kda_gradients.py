@@ -24,8 +24,8 @@ from graphlin.kernels.packing import Packing
 
 
 @triton.jit
-def _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_hv, cu, T, NS, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                 BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+def _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_hv, cu, T, NS, HV: tl.constexpr, K: tl.constexpr,
+                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
     p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv

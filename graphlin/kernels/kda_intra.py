@@ -143,9 +143,10 @@ def _log_decay_gradient(b_a, b_w, b_all, o_c, PREC: tl.constexpr):
 
 
 @triton.jit
-def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS, first_row, n,
-                rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, PREC: tl.constexpr):
+def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
+                first_row, n, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                BT: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr,
+                PREC: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     o_c = tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
@@ -162,8 +163,8 @@ def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb
         b_e = tl.exp2(-b_c) * (1.0 / lift)
     else:
         b_e = tl.exp2(_own_sum(c, p_c, o_c, o_k, K, BT) - b_c)
-    u_q, u_k, b_dw, b_a, b_e = _distance_gradients(c, p_c, p_p, (b_q * b_er).to(DT), (b_k * b_er).to(DT), b_k * b_b, b_e, o_c, o_k,
-                                                   0 if SAFE else 1, K, BT, BK, PREC)
+    u_q, u_k, b_dw, b_a, b_e = _distance_gradients(c, p_c, p_p, (b_q * b_er).to(DT), (b_k * b_er).to(DT), b_k * b_b, b_e, o_c,
+                                                   o_k, 0 if SAFE else 1, K, BT, BK, PREC)
     b_q, b_k, b_c = _tile(q, k, c, rq, rk, p_q, p_r, p_c, m_t, o_c, o_k, scale, H, K, BT, BK, DT, PREC, "evict_first")
     b_er = tl.exp2(b_c) * lift
     b_a += (b_q * b_er).to(DT).to(tl.float32) * u_q + (b_k * b_er).to(DT).to(tl.float32) * u_k
@@ -171,7 +172,8 @@ def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb
     b_dr = b_er * u_k
     b_y = b_k * b_b
     if not SAFE:
-        b_dq, b_dr, b_dw, b_a = _level_gradients(c, p_c, p_p, b_q, b_k, b_y, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K, BT, BK, PREC)
+        b_dq, b_dr, b_dw, b_a = _level_gradients(c, p_c, p_p, b_q, b_k, b_y, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K, BT, BK,
+                                                 PREC)
 
     b_eye = tl.load(eye + p * BT + o_c)[:, None]
     b_x = load_tile(ts, p_t, o_c, o_k, K, "") * (b_e * lift)
@@ -202,8 +204,8 @@ def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb
 
 
 @triton.jit
-def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS, scale,
-                 lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS,
+                 scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
                  REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -216,16 +218,16 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg,
     p_g = (row * HV + i_hv) * K
     rate = decay_rate(A_log, i_hv)
     if PAIRWISE:
-        intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS, i_t * BT, n,
-                     rate, lower_bound, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, REV_SCAN)
+        intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
+                     i_t * BT, n, rate, lower_bound, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, REV_SCAN)
     else:
-        _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS, i_t * BT, n,
-                    rate, lower_bound, lift, scale, H, HV, K, BT, BK, GATE, BIAS, SAFE, PREC)
+        _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
+                    i_t * BT, n, rate, lower_bound, lift, scale, H, HV, K, BT, BK, GATE, BIAS, SAFE, PREC)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS, NS,
-                        scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS,
+                        NS, scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr,
                         PAIRWISE: tl.constexpr):
@@ -237,8 +239,8 @@ def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, 
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NK) % HV,
-                         i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, PREC,
-                         REV_SCAN, PAIRWISE)
+            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t,
+                         (i_task // NK) % HV, i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS,
+                         SAFE, VARLEN, PREC, REV_SCAN, PAIRWISE)
     if VARLEN:
         zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)
