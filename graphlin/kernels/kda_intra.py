@@ -69,7 +69,7 @@ def _pair_sums(p_f, x_q, x_k, x_y, u_q, u_k, m, BT: tl.constexpr, PREC: tl.const
 
 
 @triton.jit
-def _level_gradients(c, p_c, p_f, b_q, b_k, b_y, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K: tl.constexpr, BT: tl.constexpr,
+def _level_gradients(c, p_c, p_f, b_q, b_k, b_b, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K: tl.constexpr, BT: tl.constexpr,
                      BK: tl.constexpr, PREC: tl.constexpr):
     """Adds the pairs of the dyadic levels, which meet at the last row of a lower half."""
     DT: tl.constexpr = p_f.dtype.scalar.element_ty
@@ -79,7 +79,7 @@ def _level_gradients(c, p_c, p_f, b_q, b_k, b_y, b_c, b_dq, b_dr, b_dw, b_a, o_c
         b_e = tl.exp2(-tl.abs(b_c - tl.load(c + p, mask=(o_k < K)[None, :], other=0.)))
         x_q = (b_q * b_e).to(DT)
         x_k = (b_k * b_e).to(DT)
-        x_y = (b_y * b_e).to(DT)
+        x_y = (b_k * b_b * b_e).to(DT)
         b_0 = tl.zeros([BT, BK], dtype=tl.float32)
         u_q, u_k, u_y = _pair_sums(p_f, x_q, x_k, x_y, b_0, b_0, level_pairs(h, BT), BT, PREC)
         b_dq += b_e * u_q
@@ -172,7 +172,7 @@ def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb
     b_dr = b_er * u_k
     b_y = b_k * b_b
     if not SAFE:
-        b_dq, b_dr, b_dw, b_a = _level_gradients(c, p_c, p_p, b_q, b_k, b_y, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K, BT, BK,
+        b_dq, b_dr, b_dw, b_a = _level_gradients(c, p_c, p_p, b_q, b_k, b_b, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K, BT, BK,
                                                  PREC)
 
     b_eye = tl.load(eye + p * BT + o_c)[:, None]
@@ -180,7 +180,7 @@ def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb
     b_dw += b_x + b_eye * b_q
     tl.store(pb + (i_k * NS * HV + p) * BT + o_c, tl.sum(b_k * b_dw, 1))
     b_w = b_x * b_y
-    b_er = b_er * (_past_decay(c, p_c, o_c, o_k, K, BT) * (1.0 / lift))
+    b_er = tl.exp2(b_c) * _past_decay(c, p_c, o_c, o_k, K, BT)
     b_x = load_tile(ts, p_t + BT * K, o_c, o_k, K, "") * b_er
     b_a += b_q * b_x
     b_dq = (b_dq + (b_x + b_eye * b_y)) * scale
