@@ -1,12 +1,15 @@
 """What the compile lanes compile: the public ops, each in a named set of variants of its compile-time switches."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 import graphlin
 from graphlin.kernels.copy_rows import RowCopy
+from graphlin.parallel.context import ContextParallel
+from graphlin.parallel.split import split
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,21 @@ def packing(variant: Variant) -> dict[str, Any]:
     return {"chunk_size": variant.chunk_size, "cu_seqlens": cu, "graph_capture": variant.graph_capture}
 
 
+class Across(ContextParallel):
+    """The view of a rank whose group is not there: it gets from every other rank what it sends itself."""
+
+    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x for each rank."""
+        return x.expand(self.world, *x.shape)
+
+
+def packings(variant: Variant) -> list[dict[str, Any]]:
+    """The packing arguments, and those of the middle rank of three and the last of two if tokens are packed."""
+    cu = torch.tensor([0, TOKENS] + [TOKENS] * (SEQS - 1), dtype=torch.int32)
+    views = [split(Across, None, 1, cu, torch.arange(world + 1) * TOKENS) for world in (3, 2)] if variant.packed else []
+    return [packing(variant), *[{"chunk_size": variant.chunk_size, "cp_context": view} for view in views]]
+
+
 def differentiate(*outputs: torch.Tensor | None) -> None:
     """Runs the backward of all outputs."""
     present = [x for x in outputs if x is not None]
@@ -87,10 +105,11 @@ def run_gated_delta_rule(variant: Variant) -> None:
         extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
                       use_gate_in_kernel=True, A_log=make(HV), dt_bias=make(HV), use_beta_sigmoid_in_kernel=True)
     gate_dtype = dtype if variant.extras else torch.float32
-    differentiate(*graphlin.chunk_gated_delta_rule(
-        make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
-        make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, dtype=gate_dtype),
-        make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **extras, **packing(variant)))
+    for arguments in packings(variant):
+        differentiate(*graphlin.chunk_gated_delta_rule(
+            make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
+            make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, dtype=gate_dtype),
+            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **extras, **arguments))
 
 
 def run_kda(variant: Variant) -> None:
@@ -104,11 +123,11 @@ def run_kda(variant: Variant) -> None:
         gates = [dict(extras, A_log=make(HV)), dict(extras, A_log=make(HV), lower_bound=-5.0, safe_gate=True),
                  dict(extras, lower_bound=-5.0)]
     gate_dtype = dtype if variant.extras else torch.float32
-    for gate in gates:
+    for gate, arguments in product(gates, packings(variant)):
         differentiate(*graphlin.chunk_kda(
             make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
             make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, variant.K, dtype=gate_dtype),
-            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **gate, **packing(variant)))
+            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **gate, **arguments))
 
 
 def run_causal_conv1d(variant: Variant) -> None:

@@ -1,14 +1,16 @@
 """Capture Gated DeltaNet and Kimi Delta Attention blocks once; replay them for every packed batch inside a tier."""
 
-from graphlin import layers
+from graphlin import layers, parallel
 from graphlin.backends import GraphBackend, register_backend
 from graphlin.capture import capture
 from graphlin.errors import (
     BackendUnavailable,
     CaptureError,
     ColdKernel,
+    ExchangeFailed,
     GraphlinError,
     HostSync,
+    RanksDiffer,
     ReplayError,
     Resource,
     SlotInUse,
@@ -29,11 +31,13 @@ __all__ = [
     "BackendUnavailable",
     "CaptureError",
     "ColdKernel",
+    "ExchangeFailed",
     "GraphBackend",
     "GraphedBlock",
     "GraphlinError",
     "HostSync",
     "Price",
+    "RanksDiffer",
     "ReplayError",
     "Resource",
     "SlotInUse",
@@ -50,6 +54,7 @@ __all__ = [
     "chunk_local_cumsum",
     "ladder",
     "layers",
+    "parallel",
     "prepare_chunk_indices",
     "price",
     "register_backend",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from graphlin.backends import GraphBackend
 from graphlin.graphed import GraphedBlock
@@ -19,7 +20,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
             sample_kwargs: Mapping[str, Any] | None = None, *, dims: Dims | None = None, slots: int = 1,
             num_warmup_iters: int = 3, allow_unused_input: bool = False, fallback: str = "eager",
             max_padding: float | None = None, budget: int | None = None, copy_outputs: bool = True,
-            backend: GraphBackend | None = None) -> GraphedBlock:
+            backend: GraphBackend | None = None, group: ProcessGroup | None = None) -> GraphedBlock:
     """Wraps a block so that its calls are replayed from device graphs, forward and backward.
 
     A call of at most `tier.tokens` tokens in `tier.seqs` sequences is copied into static buffers (active rows only) and
@@ -52,6 +53,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
             then has outputs of its own.
         backend: what records the graphs; default: that of the block's device. Kernels inside are launched by the
             registered one, so register it too (`register_backend`).
+        group: the process group over which the block itself exchanges tensors (docs/parallel.md). Its ranks then capture a mode
+            at the same call, or none does and it runs eagerly everywhere (RanksDiffer). Default: each process decides alone.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -64,6 +67,9 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     """
     tiers = _check_tiers(tier)
     _check_options(block, slots, num_warmup_iters, fallback, max_padding, budget)
+    if group is not None and num_warmup_iters < 2:
+        raise ValueError(f"num_warmup_iters: expected at least 2 with a group, found {num_warmup_iters}; the first exchanges "
+                         "connect its ranks, which a capture can't")
     _check_chunk_sizes(block, tiers[0].chunk_size)
     check_block(block)
     check_dims(dims, Signature(block).names)
@@ -71,7 +77,7 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     has_sample = bool(args or kwargs)
     recorder = partial(record, num_warmup_iters=num_warmup_iters, allow_unused=allow_unused_input, copy_outputs=copy_outputs)
     graphed = GraphedBlock(block, tiers, recorder, dims=dims, slots=slots, fallback=fallback, max_padding=max_padding,
-                           budget=budget, backend=backend)
+                           budget=budget, backend=backend, group=group)
     if has_sample or any(True for _ in block.parameters()):
         graphed.find_backend(args, kwargs)
     if has_sample:

@@ -50,5 +50,13 @@ class SlotInUse(ReplayError):
     """Every slot holds a forward that still waits for its backward."""
 
 
+class RanksDiffer(ReplayError):
+    """Ranks that capture together could not all capture the call, so that none did."""
+
+
 class BackendUnavailable(GraphlinError):
     """No backend serves the device of these tensors in this process."""
+
+
+class ExchangeFailed(GraphlinError):
+    """Ranks of a process group could not exchange what they carry: one failed, or did not take part in time."""

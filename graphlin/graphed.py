@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
 
+from graphlin.agreement import check_agreement
 from graphlin.backends import GraphBackend, get_backend
-from graphlin.errors import ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow, TierUnderflow
+from graphlin.errors import RanksDiffer, ReplayError, SlotInUse, StaleAddress, StructureMismatch, TierOverflow, TierUnderflow
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.modes import Call, Key, Mode
 from graphlin.packing import Dims, Layout, Signature, Structure, flatten, flatten_batch, make_layout, rebuild
@@ -68,7 +70,8 @@ class GraphedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, tiers: Sequence[Tier],
                  record: Callable[["GraphedBlock", Slot, Call, bool], tuple[Pair, ...]], *, dims: Dims | None, slots: int,
-                 fallback: str, max_padding: float | None, budget: int | None, backend: GraphBackend | None) -> None:
+                 fallback: str, max_padding: float | None, budget: int | None, backend: GraphBackend | None,
+                 group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.block = block
         self.tiers = tuple(tiers)
@@ -79,6 +82,7 @@ class GraphedBlock(nn.Module):
         self._fallback = fallback
         self._max_padding = max_padding
         self._budget = budget
+        self._group = group
         self._accepts_modes = True
         self._known: set[Key] = set()
         self._start()
@@ -103,7 +107,7 @@ class GraphedBlock(nn.Module):
         self._start()
 
     def __deepcopy__(self, memo: dict) -> "GraphedBlock":
-        memo[id(self._given_backend)] = self._given_backend
+        memo |= {id(shared): shared for shared in (self._given_backend, self._group)}
         copy = memo[id(self)] = type(self).__new__(type(self))
         copy.__setstate__(deepcopy(self.__getstate__(), memo))
         return copy
@@ -158,13 +162,23 @@ class GraphedBlock(nn.Module):
         if forward_ad._current_level >= 0:
             raise StructureMismatch("forward-mode derivatives are taken around the call, and a replay has none; it runs eagerly")
         key, mode, leaves, batch = self._match(args, kwargs)
-        sizes = mode.layout.sizes(leaves)
-        rung = mode.fit(*sizes)
-        if rung is None:
-            raise self._overflow(*sizes)
-        if self._max_padding is not None:
-            self._check_padding(mode, rung, sizes[0])
+        try:
+            sizes = mode.layout.sizes(leaves)
+            rung = mode.fit(*sizes)
+            if rung is None:
+                raise self._overflow(*sizes)
+            if self._max_padding is not None:
+                self._check_padding(mode, rung, sizes[0])
+        except ReplayError:
+            self._decline(mode, leaves)
+            raise
         return Call(key, mode, rung, leaves, sizes, batch)
+
+    def _decline(self, mode: Mode, leaves: Sequence[torch.Tensor]) -> None:
+        """Tells the other ranks that this one can't capture a mode at this call. Of a captured mode they need not know."""
+        if self._group is not None and not mode.pairs:
+            with suppress(RanksDiffer):
+                check_agreement(self._group, first_device(self.block, tuple(leaves), {}), (0, 0))
 
     def _match(self, args: tuple, kwargs: dict) -> tuple[Key, Mode, list[torch.Tensor], tuple[int, int] | None]:
         """The mode of a call, its key, the call's tensors, and the batch of a dense one. Raises StaleAddress."""
@@ -277,9 +291,11 @@ class GraphedBlock(nn.Module):
             device = first_device(self.block, tuple(call.leaves), {})
             self._slots = [self._new_slot(device, i) for i in range(self._num_slots)]
         for slot in self._slots:
-            if not slot.busy:
+            # Ranks capture a mode together, once: in slots that were busy then it has no graphs.
+            if not slot.busy and (self._group is None or not call.mode.pairs or slot in call.mode.pairs):
                 slot.busy = True
                 return slot
+        self._decline(call.mode, call.leaves)
         raise SlotInUse(f"all {self._num_slots} slots hold a forward that waits for its backward; run the backward "
                         "first, drop the output, or capture with more slots")
 
@@ -287,12 +303,17 @@ class GraphedBlock(nn.Module):
         return Slot(self.backend, device, index, (max(t.tokens for t in self.tiers), max(t.seqs for t in self.tiers)))
 
     def _capture(self, call: Call, slot: Slot) -> tuple[Pair, ...]:
-        """Captures the mode in this slot and in every other one that is free; after a failure in none."""
+        """Captures the mode in this slot and in every other one that is free; after a failure in none.
+
+        Of ranks that capture together all do, or each raises RanksDiffer: warm-up runs the block's collectives several times.
+        """
         if self._budget is not None and call.mode not in self._modes.values():
             specimens = [*self._specimens(), call.mode.specimen]
             check_budget(self._budget, self.tiers, lambda tiers: self.quote(specimens, slot.device, tiers))
         pairs = call.mode.pairs
         slots = [slot, *[s for s in self._slots if not s.busy and s not in pairs]]
+        if self._group is not None:
+            check_agreement(self._group, slot.device, (len(slots), len(call.mode.tiers)))
         try:
             with self._turn.recording(), self._lent_data_kept(call):
                 for each in slots:

@@ -2,11 +2,14 @@
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphlin.bench import cold, kernel_times, ladder, layers, model, ops, underfilled
+import torch
+
+from graphlin.bench import cold, kernel_times, ladder, layers, model, ops, parallel, underfilled
 from graphlin.bench.arguments import (
     UsageError,
     add_problem_arguments,
@@ -30,7 +33,7 @@ from graphlin.demo.train import best_device
 from graphlin.errors import BackendUnavailable
 
 HELP = "Measure ops, layers and peers: eager calls and graph replays, forward and backward."
-_MODULES = (ops, underfilled, kernel_times, layers, model, ladder, cold)
+_MODULES = (ops, underfilled, kernel_times, layers, model, ladder, cold, parallel)
 SECTIONS = {name: jobs for module in _MODULES for name, jobs in module.SECTIONS.items()}
 
 
@@ -42,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"installed packages to measure in the same run: {', '.join(PEERS)} (default: none)")
     add_problem_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats, no eager device times")
+    parser.add_argument("--cp", type=int, default=0, metavar="RANKS",
+                        help="measure context parallelism alone: a process and a device for each of so many ranks, against one")
     parser.add_argument("--commit", metavar="HASH", help="the commit that is measured, where git can't tell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to a JSON file, as it is measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the replays of the ops (needs matplotlib)")
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if setting is not None:
         runs = [Run(environment(setting, arguments.commit))]
-        measure(runs[0], arguments.only, setting, arguments.json)
+        measure(runs[0], list(parallel.SECTIONS) if arguments.cp else arguments.only, setting, arguments.json)
     for each in runs:
         show(each, console())
     if arguments.plot is not None:
@@ -115,4 +120,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     if arguments.peers is not None:
         check_known("--peers", arguments.peers, PEERS)
     peers = tuple(PEERS[name] for name in arguments.peers or [])
-    return setting_of(arguments, best_device(), quick=arguments.quick, peers=peers)
+    device = best_device()
+    found = torch.get_device_module(device).device_count() if device.type != "cpu" else os.cpu_count()
+    if arguments.cp and not 1 <= arguments.cp <= found:
+        raise UsageError(f"--cp: expected between 1 and the {found} devices there are, found {arguments.cp}")
+    return setting_of(arguments, device, quick=arguments.quick, peers=peers, ranks=arguments.cp)

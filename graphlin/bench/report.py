@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphlin.bench.results import CAPTURED, EXACT, ONE_TIER, OURS, REPLAY, WARM, Key, Row, Run, Sample
+from graphlin.bench.results import CAPTURED, EXACT, ONE_RANK, ONE_TIER, OURS, REPLAY, WARM, Key, Row, Run, Sample
 from graphlin.bench.targets import target
 
 Goal = Callable[[Key], float | None]
@@ -24,7 +24,7 @@ class Base:
 
 # Sections that compare measures rather than contestants.
 BASES = {"underfilled": Base(EXACT, own=True), "layers": Base(CAPTURED), "model": Base(CAPTURED), "ladder": Base(ONE_TIER),
-         "cold": Base(WARM)}
+         "cold": Base(WARM), "parallel": Base(ONE_RANK)}
 
 
 @dataclass(frozen=True)

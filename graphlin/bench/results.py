@@ -16,6 +16,7 @@ EAGER, CAPTURED, KERNELS = "eager", "captured", "sum of kernels"
 EXACT, UNDERFILLED = "exact size", "under-filled"
 COLD, WARM = "empty cache", "warm cache"
 ONE_TIER, LADDER = "one tier", "ladder"
+ONE_RANK = "one rank"
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ _DELTA_RULE = [(512, 1), (512, 8), (2048, 1), (2048, 16), (4096, 1), (4096, 32),
 DEVICE = Scale(Sizes(), rounds=20, underfilled=((512, 1), (4096, 32)), cold=(4096, 32), ladder=(4096, 32), model=ACCELERATOR,
                shapes={"gdn": _DELTA_RULE, "kda": _DELTA_RULE, "conv": [(512, 8), (2048, 16), (4096, 32), (32768, 1)],
                        "stages": [(512, 1), (4096, 1), (4096, 32)],
-                       "layers": [(256, 1), (512, 1), (1024, 8), (2048, 16), (4096, 32), (8192, 1)]})
+                       "layers": [(256, 1), (512, 1), (1024, 8), (2048, 16), (4096, 32), (8192, 1)],
+                       "parallel": [(4096, 1), (32768, 1), (131072, 1), (131072, 8)]})
 # An interpreted Triton program takes tens of milliseconds.
 HOST = Scale(Sizes(H=1, HV=2, K=16, D=32, W=4, hidden=32, dtype=torch.float32), rounds=3, underfilled=((20, 1), (40, 2)),
              cold=(40, 2), ladder=(40, 2), model=CPU,
-             shapes={section: [(40, 2)] for section in ("gdn", "kda", "conv", "stages", "layers")})
+             shapes={section: [(40, 2)] for section in ("gdn", "kda", "conv", "stages", "layers", "parallel")})
 
 
 def scale_of(device: torch.device) -> Scale:
@@ -56,6 +57,7 @@ class Setting:
     quick: bool = False
     shapes: tuple[Shape, ...] = ()
     peers: tuple[Peer, ...] = ()
+    ranks: int = 0  # of context parallelism; 0: none
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:

@@ -34,12 +34,13 @@ class Prologue:
 
 
 class Operands(NamedTuple):
-    """What the recurrences read beside v; A to rk are made by the prep kernel and indexed by chunk slot.
+    """What the recurrences read beside v; A to c are made by the prep kernel and indexed by chunk slot.
 
-    One decay a head: q, k are the op's own, kw is None, G `[NS, HV, BT]` holds chunk sums of log decays, and b (write strength),
-    rq, rk (inverse norms) scale rows. One decay a channel: the prep kernel decays q, k and the written keys kw
-    `[B, T, HV, K]`, nothing scales rows, G `[NS, HV, K]` is the decay of whole chunks, and c `[NS, HV, BT, K]`, which only a
-    backward needs, holds sums over blocks of 16 rows. All decays are logarithms to the base 2.
+    One decay a head: q, k are the op's own, kw is None, G `[NS, HV, BT]` holds chunk sums of log decays, and scales
+    `[NS, HV, 3, BT]` scale the rows of what is read with k, written and output. One decay a channel: the prep kernel decays q,
+    k and the written keys kw `[B, T, HV, K]`, nothing scales rows, and G `[NS, HV, K]` is the decay of whole chunks. All
+    decays are logarithms to the base 2. The gradients read b (write strength), rq, rk (inverse norms) and c `[NS, HV, BT, K]`,
+    sums over blocks of 16 rows, too; c is there only where a backward comes.
     """
 
     q: torch.Tensor
@@ -48,10 +49,16 @@ class Operands(NamedTuple):
     A: torch.Tensor
     P: torch.Tensor
     G: torch.Tensor
+    scales: torch.Tensor | None
     b: torch.Tensor
     rq: torch.Tensor
     rk: torch.Tensor
     c: torch.Tensor | None
+
+    @property
+    def recurrence(self) -> tuple[torch.Tensor | None, ...]:
+        """q to scales, what the serial kernels read."""
+        return self[:7]
 
     @property
     def per_channel(self) -> bool:

@@ -4,9 +4,9 @@ With S the state entering a chunk and R the gradient of the state leaving it thr
     E = A (V − k̃ S),         O = q̃ S + P E,     S ← e^(G_C) S + k_wᵀ E
     dE = Pᵀ dO + k_w R,      dV = Aᵀ dE,        R ← e^(G_C) R + q̃ᵀ dO − k̃ᵀ dV
 with q̃ = s e^G∘q, k̃ = e^G∘k, k_w = β e^(G_C−G)∘k. Where each channel has its decay (PER_CHANNEL), e^(G_C) scales the rows of
-S, and q̃, k̃, k_w come from memory. Where a head has one, all of these scale rows of `[BT, BV]` tiles instead, with the l2
-norms' inverses r_q, r_k: k̃ S = (e^G r_k)∘(k S). The two recurrences need nothing of each other. States are kept transposed,
-`Sᵀ [BV, BK]`, always the left dot operand, so that they stay in registers.
+S, and q̃, k̃, k_w come from memory. Where a head has one, row scales of the prep kernel, with the l2 norms' inverses in them,
+multiply `[BT, BV]` tiles instead: k̃ S = (e^G r_k)∘(k S). The two recurrences need nothing of each other. States are kept
+transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that they stay in registers.
 """
 
 import torch
@@ -42,18 +42,14 @@ def _store_state(p_h, b_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_F
 
 
 @triton.jit
-def _row_scales(G, b, rk, p, p_r, BT: tl.constexpr):
-    """e^G, e^(G_C), r_k e^G (reading scale) and β r_k e^(G_C−G) (writing scale) of one chunk."""
-    o_c = tl.arange(0, BT)
-    b_G = tl.load(G + p * BT + o_c)
-    b_gl = tl.load(G + p * BT + BT - 1)
-    b_rk = tl.load(rk + p_r + o_c)
-    b_eg = tl.exp2(b_G)
-    return b_eg, tl.exp2(b_gl), b_eg * b_rk, tl.load(b + p * BT + o_c) * b_rk * tl.exp2(b_gl - b_G)
+def _row_scales(scales, p, BT: tl.constexpr):
+    """Scales of the rows of one chunk that are read with k, written and output, [BT] each."""
+    p_r = scales + p * (3 * BT) + tl.arange(0, BT)
+    return tl.load(p_r), tl.load(p_r + BT), tl.load(p_r + 2 * BT)
 
 
 @triton.jit
-def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu, T, NS, scale,
+def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T, NS,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
                 OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
@@ -70,9 +66,7 @@ def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu
         b_s += _load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
     for i_t in range(0, (n + BT - 1) // BT):
         row = bos + i_t * BT
-        slot = chunk_slot(bos, i_n, i_t, BT, NS)
-        p = slot * HV + i_hv
-        p_r = (slot * H + i_h) * BT
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
         p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
         p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
@@ -85,12 +79,10 @@ def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu
         if PER_CHANNEL:
             b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
         else:
-            b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
+            b_read, b_write, b_out = _row_scales(scales, p, BT)
         b_so = b_s.to(k.dtype.element_ty)
-        if OUTPUT:
-            if not PER_CHANNEL:
-                b_rq = tl.load(rq + p_r + o_c)  # feeds no dot, so that it is not prefetched: asked for long before its use
-        else:
+        if not OUTPUT:
             p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
             tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
@@ -107,7 +99,7 @@ def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu
             b_p = tl.load(P + p_c)
             b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)
             if not PER_CHANNEL:
-                b_o = b_o * (b_eg * b_rq * scale)[None, :]
+                b_o = b_o * b_out[None, :]
             b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
             tl.store(o + p_v, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
         else:
@@ -117,7 +109,7 @@ def _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, St, E, i_nh, i_v, cu
 
 
 @triton.jit
-def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS, scale,
+def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS,
                    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
                    VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
@@ -136,9 +128,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
     for i in range(0, NC):
         i_t = NC - 1 - i
         row = bos + i_t * BT
-        slot = chunk_slot(bos, i_n, i_t, BT, NS)
-        p = slot * HV + i_hv
-        p_r = (slot * H + i_h) * BT
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
         p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
         p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
         p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
@@ -155,7 +145,8 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
             b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                # [BT, BK]
             b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                    # [BV, BT]
         else:
-            b_eg, b_decay, b_read, b_write = _row_scales(G, b, rk, p, p_r, BT)
+            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
+            b_read, b_write, b_out = _row_scales(scales, p, BT)
             b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
         b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
         b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
@@ -165,7 +156,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
             b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
             b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
         else:
-            b_qs = (b_dot.to(tl.float32) * (b_eg * tl.load(rq + p_r + o_c) * scale)[None, :]).to(b_q.dtype)
+            b_qs = (b_dot.to(tl.float32) * b_out[None, :]).to(b_q.dtype)
             b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
             b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
     if STORE_DH0:
@@ -173,7 +164,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_nh, i_v
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def delta_recurrence(q, k, kw, A, P, G, b, rq, rk, v, h0, o, ht, cu, N, T, NS, scale,
+def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
@@ -182,17 +173,17 @@ def delta_recurrence(q, k, kw, A, P, G, b, rq, rk, v, h0, o, ht, cu, N, T, NS, s
     NV: tl.constexpr = (V + BV - 1) // BV
     if PERSISTENT:
         for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
-            _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, scale, H,
+            _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, H,
                         HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
     else:
-        _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
-                    T, NS, scale, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
+                    T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
-def delta_two_recurrences(q, k, kw, A, P, G, b, rq, rk, v, do, h0, dht, St, E, Rt, dv, dh0, cu, N, T, NS, scale,
+def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, dv, dh0, cu, N, T, NS,
                           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
@@ -205,17 +196,17 @@ def delta_two_recurrences(q, k, kw, A, P, G, b, rq, rk, v, do, h0, dht, St, E, R
     if PERSISTENT:
         if tl.program_id(0) < half:
             for i_task in range(i_p, N * (HV * NV), half):
-                _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, scale,
+                _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS,
                                H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
         else:
             for i_task in range(i_p, N * (HV * NV), half):
-                _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS,
-                            scale, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
+                _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS,
+                            H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
     elif tl.program_id(0) < half:
-        _gradient_loop(q, k, kw, do, A, P, G, b, rq, rk, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, scale, H, HV, K,
+        _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K,
                        V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
     else:
-        _state_loop(q, k, kw, v, A, P, G, b, rq, rk, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, scale, H, HV, K,
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K,
                     V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
     if VARLEN:
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
@@ -226,22 +217,22 @@ def _programs(tasks: int, record: LaunchRecord, device: torch.device) -> int:
 
 
 def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
-                   packing: Packing, scale: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+                   packing: Packing) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o like v, and the final state float32 if wanted."""
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_recurrence, grid, *operands[:-1], v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS, scale,
+    launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
            VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel)
     return o, ht
 
 
 def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h0: torch.Tensor | None,
-                        dht: torch.Tensor | None, store_dh0: bool, v_first: bool, packing: Packing,
-                        scale: float) -> tuple[torch.Tensor, ...]:
+                        dht: torch.Tensor | None, store_dh0: bool, v_first: bool,
+                        packing: Packing) -> tuple[torch.Tensor, ...]:
     """St, Rt `[NS, HV, V, K]`, E and dv like v, dh0 like h0 (None unless wanted)."""
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     St, Rt = (v.new_empty(packing.NS, HV, V, K) for _ in range(2))
@@ -249,8 +240,8 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_two_recurrences, grid, *operands[:-1], v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N, packing.T,
-           packing.NS, scale, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
+    launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
+           packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
            PER_CHANNEL=operands.per_channel)
     return St, E, Rt, dv, dh0

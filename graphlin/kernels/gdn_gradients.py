@@ -14,7 +14,7 @@ import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands, Prologue
-from graphlin.kernels.delta_products import error_products, state_products
+from graphlin.kernels.delta_products import error_products, state_product, states_inner
 from graphlin.kernels.gates import (
     decay_matrix,
     decay_rate,
@@ -103,6 +103,35 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
+def _row_dots(x, b_y, p, m):
+    """Row sums of x∘y. x is read for each use: kept, it would take registers through the loop over value heads."""
+    return tl.sum(tl.load(x + p, mask=m, other=0.).to(tl.float32) * b_y, 1)
+
+
+@triton.jit
+def _state_head(q, k, do, E, dv, St, Rt, G, b, b_dq, b_dk, b_rq, b_rk, p, p_k, p_v, o_k, m_t, scale, HV: tl.constexpr,
+                K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr):
+    """Adds one value head's dq and dk through S and R, [BT, BK]; returns them, w, the share of a, [BT], and ⟨S, R⟩ of this K
+    tile. One product after the other: their accumulators are what fills the registers."""
+    o_c = tl.arange(0, BT)
+    p_s = p * (K * V)
+    m_tk = row_mask(m_t, o_k, K, BK)
+    b_G = tl.load(G + p * BT + o_c)
+    b_eg = tl.exp2(b_G)
+    b_x = state_product(do, St, p_v, p_s, o_k, m_t, HV, K, V, BT, BK, BV, PREC) * (b_eg * scale)[:, None]
+    b_dq += b_x
+    b_a = b_rq * _row_dots(q, b_x, p_k, m_tk)
+    b_x = state_product(dv, St, p_v, p_s, o_k, m_t, HV, K, V, BT, BK, BV, PREC) * b_eg[:, None]
+    b_dk -= b_x
+    b_a -= b_rk * _row_dots(k, b_x, p_k, m_tk)
+    b_x = state_product(E, Rt, p_v, p_s, o_k, m_t, HV, K, V, BT, BK, BV, PREC)
+    b_x = b_x * tl.exp2(tl.load(G + p * BT + BT - 1) - b_G)[:, None]
+    b_dk += b_x * tl.load(b + p * BT + o_c)[:, None]
+    b_w = b_rk * _row_dots(k, b_x, p_k, m_tk)
+    return b_dq, b_dk, b_w, b_a, states_inner(St, Rt, p_s, o_k, K, V, BK, BV)
+
+
+@triton.jit
 def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
                  H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
@@ -116,37 +145,25 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
     m_t = i_t * BT + o_c < n
     m_tk = row_mask(m_t, o_k, K, BK)
     p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-    b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                          # [BT, BK]
-    b_q = tl.load(q + p_k, mask=m_tk, other=0.)
     b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
     b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
-    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
+    b_x = tl.load(xw + p_c)                                                                              # [BT, BT]
+    b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                          # [BT, BK]
+    b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+    b_dk = tl.dot(tl.trans((b_x * b_rq[:, None]).to(b_q.dtype)), b_q, input_precision=PREC)
+    b_dq = tl.dot((b_x * b_rk[None, :]).to(b_k.dtype), b_k, input_precision=PREC)
+    b_x = tl.load(xw + p_c + BT * BT)
+    b_dk = tl.dot((b_x * b_rk[None, :]).to(b_k.dtype), b_k, b_dk, input_precision=PREC)
     for i_r in range(0, R):
         i_hv = i_h * R + i_r
-        p = slot * HV + i_hv
-        p_v = (row * HV + i_hv) * V
-        p_s = p * (K * V)
-        b_G = tl.load(G + p * BT + o_c)
-        b_gl = tl.load(G + p * BT + BT - 1)
-        b_eg = tl.exp2(b_G)
-        b_er, b_os, b_vs, b_sr = state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
-        b_er = b_er * tl.exp2(b_gl - b_G)[:, None]
-        b_os = b_os * (b_eg * scale)[:, None]
-        b_vs = b_vs * b_eg[:, None]
-        b_dq += b_os
-        b_dk += b_er * tl.load(b + p * BT + o_c)[:, None] - b_vs
-        b_kf = b_k.to(tl.float32)
+        b_dq, b_dk, b_w, b_a, b_sr = _state_head(
+            q, k, do, E, dv, St, Rt, G, b, b_dq, b_dk, b_rq, b_rk, slot * HV + i_hv, p_k, (row * HV + i_hv) * V, o_k, m_t, scale,
+            HV, K, V, BT, BK, BV, PREC)
         p_t = (i_k * NS + slot) * HV + i_hv
-        tl.store(pk + p_t * (2 * BT) + o_c, b_rk * tl.sum(b_kf * b_er, 1))
-        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_rq * tl.sum(b_q.to(tl.float32) * b_os, 1) - b_rk * tl.sum(b_kf * b_vs, 1))
-        tl.store(psr + p_t, tl.sum(b_sr, 0))
-    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
-    b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
-    b_ws = tl.load(xw + p_c + BT * BT)
-    b_dq = tl.dot((b_xs * b_rk[None, :]).to(b_k.dtype), b_k, b_dq, input_precision=PREC)
-    b_dk = tl.dot((b_ws * b_rk[None, :]).to(b_k.dtype), b_k, b_dk, input_precision=PREC)
-    b_dk = tl.dot(tl.trans((b_xs * b_rq[:, None]).to(b_q.dtype)), b_q, b_dk, input_precision=PREC)
+        tl.store(pk + p_t * (2 * BT) + o_c, b_w)
+        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
+        tl.store(psr + p_t, b_sr)
     p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
     tl.store(dqk + p_w, b_dq)
     tl.store(dqk + p_w + BT * NK * BK, b_dk)
@@ -156,7 +173,7 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
 def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
                         H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
-                        PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                        PREC: tl.constexpr):
     """Tasks (chunk, key head, K tile), grid-stride."""
     NK: tl.constexpr = (K + BK - 1) // BK
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * NK), tl.num_programs(0)):
@@ -170,7 +187,7 @@ def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr,
 
 
 @triton.jit
-def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
+def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
                  HV: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
                  BETA: tl.constexpr, REV_SCAN: tl.constexpr):
     """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
@@ -211,7 +228,7 @@ def _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def gdn_finish_gradients(q, k, g, beta, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, cu, chunks,
+def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, dqk, pk, psr, dq, dk, dg, dbeta, dgate, cu, chunks,
                          N, T, NT, NTS, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                          BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr,
                          VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, REV_SCAN: tl.constexpr):
@@ -231,9 +248,8 @@ def gdn_finish_gradients(q, k, g, beta, A_log, dt_bias, G, b, rq, rk, pv, pk, ps
             row = bos + i_t * BT
             m_t = i_t * BT + tl.arange(0, BT) < n
             for i_r in range(0, R):
-                i_hv = i_h * R + i_r
-                _finish_head(g, beta, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
-                             i_hv, m_t, NS, HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
+                _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_h * R + i_r, m_t, NS,
+                             HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
             p_t = (row * H + i_h) * K
             p_r = (slot * H + i_h) * BT
             p_w = (slot * H + i_h) * (2 * BT * NK * BK)
@@ -261,9 +277,8 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     BK = states.tiles["BK"]
     NK = -(-K // BK)
-    xw = _float32(work.G, NS, H, 2, BT, BT)
-    pv, pk, psr = _float32(work.G, NS, HV, 2, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
-    dqk = _float32(work.G, NS, H, 2, BT, NK * BK)
+    xw, pv = _float32(work.G, NS, H, 2, BT, BT), _float32(work.G, NS, HV, 2, BT)
+    tiles = (_float32(work.G, NS, H, 2, BT, NK * BK), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV))
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None
     rows = (work.G, work.b, work.rq, work.rk)
@@ -271,9 +286,8 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     launch(gdn_pair_gradients, grid_stride(packing.NT * H, pairs, q.device), q, k, do, E, dv, *rows, xw, pv, *where, scale,
            record=pairs, **common, V=V)
-    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dqk,
-           pk, psr, *where, scale, record=states, **common, V=V)
-    launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, beta, prologue.A_log,
-           prologue.dt_bias, *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK,
-           **prologue.constexprs)
+    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, *tiles,
+           *where, scale, record=states, **common, V=V)
+    launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, prologue.A_log, prologue.dt_bias, *rows,
+           pv, *tiles, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK, **prologue.constexprs)
     return dq, dk, dg, dbeta, dgate

@@ -59,7 +59,19 @@ def _key_products(q, k, p_0, m_0, m_1, H: tl.constexpr, K: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h, cu, T, NS, scale,
+def _store_scales(scales, p, BT: tl.constexpr, b_G, b_gl, b_b, b_rq, b_rk):
+    """The rows' scales of what is read with k, e^G r_k, of what is written, β r_k e^(G_C−G), and of the output, s r_q e^G.
+
+    b_gl is the last of G itself, not another sum of the same numbers: two sums of large decays differ by more than their ends.
+    """
+    b_eg = tl.exp2(b_G)
+    tl.store(scales + p, b_eg * b_rk)
+    tl.store(scales + p + BT, b_b * b_rk * tl.exp2(b_gl - b_G))
+    tl.store(scales + p + 2 * BT, b_eg * b_rq)
+
+
+@triton.jit
+def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_h, cu, T, NS, scale,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
                 PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
@@ -122,13 +134,18 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_h
             b_x = tl.dot(b_w * kk_10, a_0, input_precision=PREC_INV)
             b_x = tl.dot(a_1, b_x, input_precision=PREC_INV)
             tl.store(A + p_c + HB * BT, (-b_x).to(A.dtype.element_ty))
+            b_gl = tl.sum(tl.where(o_h == HB - 1, G_1, 0.0), 0)
+            _store_scales(scales, p * (3 * BT) + HB + o_h, BT, G_1, b_gl, b_1, rq_1 * scale, rk_1)
             b_z = tl.zeros([HB, HB], dtype=tl.float32)
             tl.store(P + p_c + HB, b_z.to(P.dtype.element_ty))
             tl.store(A + p_c + HB, b_z.to(A.dtype.element_ty))
+        else:
+            b_gl = tl.sum(tl.where(o_h == HB - 1, G_0, 0.0), 0)
+        _store_scales(scales, p * (3 * BT) + o_h, BT, G_0, b_gl, b_0, rq_0 * scale, rk_0)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, scale,
+def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, scale,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
              GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
@@ -140,16 +157,17 @@ def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, cu, chunks, N, T
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, b, rq, rk, i_n, i_t, i_task % H, cu, T, NS, scale,
+            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_task % H, cu, T, NS, scale,
                         H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC, PREC_INV, BI, DOT_BLOCKS, COPY_LHS)
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,
              scale: float) -> Operands:
-    """A, P `[NS, HV, BT, BT]` in q's dtype; G, b `[NS, HV, BT]`, rq, rk `[NS, H, BT]` float32; indexed by chunk slot."""
+    """A, P `[NS, HV, BT, BT]` in q's dtype; G, b `[NS, HV, BT]`, scales `[NS, HV, 3, BT]`, rq, rk `[NS, H, BT]` float32; indexed
+    by chunk slot."""
     H, K, HV, BT, NS = q.shape[2], q.shape[3], g.shape[2], packing.BT, packing.NS
     square = [q.new_empty(NS, HV, BT, BT) for _ in "AP"]
-    rows = [q.new_empty(NS, heads, BT, dtype=torch.float32) for heads in (HV, HV, H, H)]
+    rows = [q.new_empty(NS, *shape, BT, dtype=torch.float32) for shape in ((HV,), (HV, 3), (HV,), (H,), (H,))]
     operands = Operands(q, k, None, *square, *rows, c=None)
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     launch(gdn_prep, grid_stride(packing.NT * H, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,

@@ -238,13 +238,13 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     (B, T, H, K), HV, BT, NS = q.shape, g.shape[2], packing.BT, packing.NS
     rows = [q.new_empty(B, T, HV, K) for _ in range(3)]
     square = [q.new_empty(NS, HV, BT, BT) for _ in "AP"]
-    vectors = [q.new_empty(NS, *shape, dtype=torch.float32) for shape in ((HV, K), (HV, BT), (H, BT), (H, BT))]
+    G, *vectors = (q.new_empty(NS, *shape, dtype=torch.float32) for shape in ((HV, K), (HV, BT), (H, BT), (H, BT)))
     sums = q.new_empty(NS, HV, BT, K, dtype=torch.float32) if prologue.needs_grad else None
-    operands = Operands(*rows, *square, *vectors, sums)
+    operands = Operands(*rows, *square, G, None, *vectors, sums)
     record = record_for("kda_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     safe, lift = anchoring(prologue, q.dtype, record)
-    launch(kda_prep, grid_stride(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias, *operands,
-           packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale, prologue.lowest, lift,
-           record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, SAFE=safe, VARLEN=packing.varlen,
+    launch(kda_prep, grid_stride(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias, *rows,
+           *square, G, *vectors, sums, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale,
+           prologue.lowest, lift, record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, SAFE=safe, VARLEN=packing.varlen,
            GRAPH_CAPTURE=packing.capture)
     return operands

@@ -11,6 +11,7 @@ from graphlin.layers.inactive import zero_inactive_rows
 from graphlin.layers.norm import GatedRMSNorm
 from graphlin.layers.short_convolution import ShortConvolution
 from graphlin.ops.chunks import prepare_chunk_indices
+from graphlin.ops.parts import Parts, check_parts
 
 # Range of the step sizes softplus(dt_bias) at the start, as in Mamba-2 (arXiv 2405.21060).
 DT_MIN, DT_MAX = 1e-3, 1e-1
@@ -73,7 +74,7 @@ class DeltaRuleLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
                 chunk_indices: torch.Tensor | None = None, initial_state: States | None = None,
-                output_final_state: bool = False) -> torch.Tensor | tuple[torch.Tensor, States]:
+                output_final_state: bool = False, cp_context: Parts | None = None) -> torch.Tensor | tuple[torch.Tensor, States]:
         """Mixes tokens within each sequence.
 
         Args:
@@ -83,6 +84,8 @@ class DeltaRuleLayer(nn.Module):
                 has built it for several layers. Default: built here.
             initial_state: the states of an earlier call, one row a sequence. Default: zeros.
             output_final_state: return the states after the last token too. Default: False.
+            cp_context: from `graphlin.parallel.context_parallel`, instead of cu_seqlens, where the batch's tokens are split over
+                ranks: hidden_states are this rank's, N counts the whole batch's sequences. Default: none.
 
         Returns `o`, shaped like hidden_states, or `(o, states)`. `states` is the delta rule's state
         `[N, num_v_heads, head_dim, head_v_dim]` and, with short convolutions, the last inputs of q, k and v
@@ -91,12 +94,16 @@ class DeltaRuleLayer(nn.Module):
         Raises ValueError naming the argument where a shape does not fit, and where its dtype is not that of all projections
         (without autocast; gate parameters and norms may be float32 in a bfloat16 layer).
         """
-        self._check(hidden_states, cu_seqlens, initial_state)
-        if cu_seqlens is not None:
-            hidden_states = zero_inactive_rows(hidden_states, cu_seqlens)
-            if chunk_indices is None:
-                chunk_indices = prepare_chunk_indices(cu_seqlens, hidden_states.shape[1], self.chunk_size)
-        packing = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_size": self.chunk_size}
+        if cp_context is not None:
+            check_parts(cp_context, cu_seqlens, chunk_indices)
+        active = cu_seqlens if cp_context is None else cp_context.cu_seqlens
+        self._check(hidden_states, active, initial_state)
+        if active is not None:
+            hidden_states = zero_inactive_rows(hidden_states, active)
+        if cu_seqlens is not None and chunk_indices is None:
+            chunk_indices = prepare_chunk_indices(cu_seqlens, hidden_states.shape[1], self.chunk_size)
+        packing = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_size": self.chunk_size,
+                   "cp_context": cp_context}
 
         delta_state, *conv_states = initial_state or (None,) * self._num_states
         qkv, conv_states = self._mix_locally(hidden_states, conv_states, output_final_state, packing)

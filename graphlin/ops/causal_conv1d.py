@@ -6,6 +6,7 @@ from graphlin.kernels.conv import MAX_WIDTH, run_conv_forward
 from graphlin.kernels.conv_backward import run_conv_backward
 from graphlin.kernels.packing import Packing
 from graphlin.ops.chunks import resolve_packing
+from graphlin.ops.parts import Parts, resolve_parts, with_a_row
 from graphlin.ops.validation import check_tensor
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -15,7 +16,7 @@ def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False, activation: str | None = None, *,
     cu_seqlens: torch.Tensor | None = None, chunk_indices: torch.Tensor | None = None, chunk_size: int = 64,
-    graph_capture: bool | None = None, validate: bool = False,
+    graph_capture: bool | None = None, validate: bool = False, cp_context: Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Depthwise causal convolution over dense or packed sequences, differentiable in every tensor argument.
 
@@ -40,6 +41,9 @@ def causal_conv1d(
         graph_capture: None or True: the static path, no host sync. False: an exact grid, whose table is chunk_indices
             (without sentinels) or is read from cu_seqlens on the host.
         validate: check the values of cu_seqlens (a host sync; refused inside a capture).
+        cp_context: from `graphlin.parallel.context_parallel`, instead of cu_seqlens, where the batch's tokens are split over
+            ranks (docs/parallel.md). N is then the whole batch's number of sequences; a rank returns the final states of those
+            that end on it, 0 for others.
 
     Returns:
         y `[B, T, D]` in x's dtype, and the final state `[N, D, W]` or None. The final state has the initial state's
@@ -54,38 +58,50 @@ def causal_conv1d(
     >>> y, _ = causal_conv1d(x, weight, activation="silu", cu_seqlens=torch.tensor([0, 30, 100], device="cuda"))
     """
     check_tensor("x", x, shape=("B", "T", "D"))
+    cu_seqlens, chunk_indices = resolve_parts(cp_context, cu_seqlens, chunk_indices, x.shape[1], chunk_size, graph_capture)
     packing = resolve_packing("x", x, cu_seqlens, chunk_indices, chunk_size, graph_capture, validate)
     _check_parameters(x, weight, bias, activation)
     if residual is not None:
         check_tensor("residual", residual, shape=tuple(x.shape), like=x)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape=(packing.N, *weight.shape), like=x)
-    tensors = [None if t is None else t.contiguous() for t in (x, weight, bias, residual, initial_state)]
-    return CausalConv1d.apply(*tensors, bool(output_final_state), activation is not None, packing)
+    packing, rows, added = with_a_row(cp_context, packing, x, residual)
+    tensors = [None if t is None else t.contiguous() for t in (rows, weight, bias, added, initial_state)]
+    y, final_state = CausalConv1d.apply(*tensors, bool(output_final_state), activation is not None, packing, cp_context)
+    return y if x.shape[1] else y[:, :0], final_state
 
 
 class CausalConv1d(torch.autograd.Function):
     """One launch forward; backward one, and one reduction over the chunks."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, initial_state, output_final_state, silu, packing: Packing):
+    def forward(ctx, x, weight, bias, residual, initial_state, output_final_state, silu, packing: Packing, parts: Parts | None):
         ctx.set_materialize_grads(False)
+        states = initial_state if parts is None else parts.rows_in(x, weight.shape[1], initial_state)
         # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
-        ctx.save_for_backward(packing.cu, packing.chunks, x, weight, bias, initial_state)
-        ctx.options = (None if residual is None else residual.dtype, silu, packing)
-        return run_conv_forward(x, weight, bias, residual, initial_state, output_final_state, silu, packing)
+        ctx.save_for_backward(packing.cu, packing.chunks, x, weight, bias, states)
+        ctx.options = (None if residual is None else residual.dtype, None if initial_state is None else initial_state.dtype, silu,
+                       packing, parts)
+        y, final = run_conv_forward(x, weight, bias, residual, states, output_final_state, silu, packing)
+        if parts is not None and final is not None:
+            final = parts.at_end(final).to(x.dtype if initial_state is None else initial_state.dtype)
+        return y, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, dfinal):
-        _, _, x, weight, bias, initial_state = ctx.saved_tensors
-        residual_dtype, silu, packing = ctx.options
+        _, _, x, weight, bias, states = ctx.saved_tensors
+        residual_dtype, state_dtype, silu, packing, parts = ctx.options
         _, _, _, want_residual, want_initial, *_ = ctx.needs_input_grad
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        grads = run_conv_backward(x, weight, bias, initial_state, dy, dfinal, residual_dtype if want_residual else None,
-                                  want_initial, silu, packing)
-        return *grads, None, None, None
+        if dfinal is not None:
+            dfinal = dfinal.contiguous() if parts is None else parts.at_end(dfinal)
+        want_states = want_initial or (parts is not None and states is not None)
+        dx, *grads, dstates = run_conv_backward(x, weight, bias, states, dy, dfinal, residual_dtype if want_residual else None,
+                                                want_states, silu, packing)
+        if parts is not None:
+            dstates = parts.rows_out(dx, dstates, weight.shape[1])
+        return dx, *grads, dstates.to(state_dtype) if want_initial else None, None, None, None, None
 
 
 def _check_parameters(x, weight, bias, activation) -> None:

@@ -10,6 +10,7 @@ from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.delta_recurrence import run_recurrence, run_two_recurrences
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials
+from graphlin.ops.parts import Parts, with_a_row
 from graphlin.ops.validation import check_tensor, read_values
 
 MAX_HEAD_DIM = 256
@@ -29,7 +30,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call asks for, apart from its tensors; gate to needs_grad as in `Prologue`."""
+    """What one call asks for, apart from its tensors; gate to needs_grad as in `Prologue`. parts: a `cp_context`."""
 
     family: Family
     packing: Packing
@@ -42,10 +43,26 @@ class Call:
     lower_bound: float | None = None
     safe_gate: bool = False
     needs_grad: bool = False
+    parts: Parts | None = None
 
     def prologue(self, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None) -> Prologue:
         return Prologue(self.l2norm, self.gate, A_log, dt_bias, self.beta_range, self.lower_bound, self.safe_gate,
                         self.needs_grad)
+
+    def states_in(self, operands: Operands, v: torch.Tensor, h0: torch.Tensor | None) -> tuple[tuple, torch.Tensor | None]:
+        """What is carried from rank to rank, and the states from which the recurrences start."""
+        if self.parts is None:
+            return (), h0
+        carried = self.parts.carry_states(operands, v, h0, self.state_v_first, self.packing)
+        return carried, self.parts.states_in(h0, carried, self.state_v_first)
+
+    def states_and_gradients(self, operands: Operands, do: torch.Tensor, h0: torch.Tensor | None, dht: torch.Tensor | None,
+                             carried: tuple) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The states from which the recurrences start, and the gradients of those in which they end."""
+        if self.parts is None:
+            return h0, dht
+        dends = self.parts.gradients_out(operands, do, dht, carried, self.state_v_first, self.packing)
+        return self.parts.states_in(h0, carried, self.state_v_first), dends
 
 
 class DeltaRule(torch.autograd.Function):
@@ -59,24 +76,29 @@ class DeltaRule(torch.autograd.Function):
             ctx.save_for_backward(None, None, q, k, v, g, beta, A_log, dt_bias, h0)
             return _empty_forward(v, h0, q.shape[3], call)
         operands = call.family.prep(q, k, g, beta, call.prologue(A_log, dt_bias), call.packing, call.scale)
-        o, ht = run_recurrence(operands, v, h0, call.output_final_state, call.state_v_first, call.packing, call.scale)
+        carried, states = call.states_in(operands, v, h0)
+        o, ht = run_recurrence(operands, v, states, call.output_final_state, call.state_v_first, call.packing)
         # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
-        ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands)
-        return o, ht
+        ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands, *carried)
+        return o, ht if ht is None or call.parts is None else call.parts.at_end(ht)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dht):
-        _, _, q, k, v, g, beta, A_log, dt_bias, h0, *operands = ctx.saved_tensors
+        _, _, q, k, v, g, beta, A_log, dt_bias, h0, *kept = ctx.saved_tensors
         call = ctx.call
-        if not operands:
+        if not kept:
             dh0 = None if h0 is None else torch.zeros_like(h0) if dht is None else dht.to(h0.dtype)
             return *[None if x is None else torch.zeros_like(x) for x in (q, k, v, g, beta, A_log, dt_bias)], dh0, None
-        operands, prologue = Operands(*operands), call.prologue(A_log, dt_bias)
+        operands, carried = Operands(*kept[:len(Operands._fields)]), kept[len(Operands._fields):]
+        prologue = call.prologue(A_log, dt_bias)
         do = torch.zeros_like(v) if do is None else do.contiguous()
         dht = None if dht is None else dht.contiguous()
-        St, E, Rt, dv, dh0 = run_two_recurrences(operands, v, do, h0, dht, ctx.needs_input_grad[7], call.state_v_first,
-                                                 call.packing, call.scale)
+        states, dends = call.states_and_gradients(operands, do, h0, dht, carried)
+        St, E, Rt, dv, dh0 = run_two_recurrences(operands, v, do, states, dends, ctx.needs_input_grad[7], call.state_v_first,
+                                                 call.packing)
+        if dh0 is not None and call.parts is not None:
+            dh0 = call.parts.at_start(dh0).to(h0.dtype)
         dq, dk, dg, dbeta, partials = call.family.gradients(q, k, g, beta, do, E, dv, St, Rt, operands, prologue, call.packing,
                                                             call.scale)
         dA_log = ddt_bias = None
@@ -111,9 +133,12 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
         check_tensor("initial_state", initial_state, shape=shape, like=q)
         initial_state = initial_state.contiguous()
     A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
-    tensors = *[x.contiguous() for x in (q, k, v, g, beta)], A_log, dt_bias, initial_state
+    tokens = v.shape[1]
+    packing, *rows = with_a_row(call.parts, call.packing, q, k, v, g, beta)
+    tensors = *[x.contiguous() for x in rows], A_log, dt_bias, initial_state
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return DeltaRule.apply(*tensors, replace(call, needs_grad=needs_grad))
+    o, final_state = DeltaRule.apply(*tensors, replace(call, packing=packing, needs_grad=needs_grad))
+    return o if tokens else o[:, :0], final_state
 
 
 def strength_range(use_sigmoid: bool, allow_neg_eigval: bool) -> float:

@@ -15,6 +15,7 @@ from graphlin.ops.delta_rule import (
     check_log_decays,
     strength_range,
 )
+from graphlin.ops.parts import Parts, resolve_parts
 from graphlin.ops.validation import check_scale
 
 GATED_DELTA_RULE = Family(run_prep, run_gradients)
@@ -26,7 +27,7 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None, chunk_indices: torch.Tensor | None = None, chunk_size: int = 64,
-    graph_capture: bool | None = None, validate: bool = False,
+    graph_capture: bool | None = None, validate: bool = False, cp_context: Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule over dense or packed sequences, differentiable in every tensor argument.
 
@@ -55,6 +56,9 @@ def chunk_gated_delta_rule(
         graph_capture: None or True: the static path, no host sync. False: an exact grid, whose table is chunk_indices (without
             sentinels) or is read from cu_seqlens on the host.
         validate: check the values of cu_seqlens, and that given log decays are <= 0 (a host sync; refused inside a capture).
+        cp_context: from `graphlin.parallel.context_parallel`, instead of cu_seqlens, where the batch's tokens are split over
+            ranks (docs/parallel.md). N is then the whole batch's number of sequences; a rank returns the final states of those
+            that end on it, 0 for others.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype, and the final state in float32, or None.
@@ -68,11 +72,12 @@ def chunk_gated_delta_rule(
     >>> o, _ = chunk_gated_delta_rule(q, k, v, -torch.rand(1, 100, 2, device="cuda"), torch.rand(1, 100, 2, device="cuda"))
     """
     check_inputs(q, k, v, g, beta, per_channel=False)
+    cu_seqlens, chunk_indices = resolve_parts(cp_context, cu_seqlens, chunk_indices, q.shape[1], chunk_size, graph_capture)
     packing = resolve_packing("q", q, cu_seqlens, chunk_indices, chunk_size, graph_capture, validate)
     check_gate(use_gate_in_kernel, A_log, dt_bias, v.shape[2], v.shape[2], q)
     if validate and not use_gate_in_kernel:
         check_log_decays(g, packing)
     call = Call(GATED_DELTA_RULE, packing, check_scale(scale, q.shape[3]), output_final_state,
                 state_v_first, use_qk_l2norm_in_kernel, SOFTPLUS.value if use_gate_in_kernel else 0,
-                strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval))
+                strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval), parts=cp_context)
     return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)

@@ -16,6 +16,7 @@ from graphlin.ops.delta_rule import (
     check_log_decays,
     strength_range,
 )
+from graphlin.ops.parts import Parts, resolve_parts
 from graphlin.ops.validation import check_scale
 
 KDA = Family(run_prep, run_gradients)
@@ -28,6 +29,7 @@ def chunk_kda(
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None, chunk_indices: torch.Tensor | None = None, chunk_size: int = 64,
     graph_capture: bool | None = None, validate: bool = False, lower_bound: float | None = None, safe_gate: bool = False,
+    cp_context: Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Kimi Delta Attention over dense or packed sequences, differentiable in every tensor argument.
 
@@ -65,6 +67,9 @@ def chunk_kda(
         lower_bound: the least log decay of the bounded gate, in [-5, 0); only with use_gate_in_kernel.
         safe_gate: a promise that all log decays are at least lower_bound, or -5 without one. It allows a cheaper form, of the
             same accuracy, where the dtype has the range for it (not float16). A broken promise makes results wrong.
+        cp_context: from `graphlin.parallel.context_parallel`, instead of cu_seqlens, where the batch's tokens are split over
+            ranks (docs/parallel.md). N is then the whole batch's number of sequences; a rank returns the final states of those
+            that end on it, 0 for others.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype, and the final state in float32, or None.
@@ -78,6 +83,7 @@ def chunk_kda(
     >>> o, _ = chunk_kda(q, k, v, -torch.rand(1, 100, 2, 64, device="cuda"), torch.rand(1, 100, 2, device="cuda"))
     """
     check_inputs(q, k, v, g, beta, per_channel=True)
+    cu_seqlens, chunk_indices = resolve_parts(cp_context, cu_seqlens, chunk_indices, q.shape[1], chunk_size, graph_capture)
     packing = resolve_packing("q", q, cu_seqlens, chunk_indices, chunk_size, graph_capture, validate)
     HV, K = v.shape[2], q.shape[3]
     check_gate(use_gate_in_kernel, A_log, dt_bias, HV, HV * K, q, lower_bound)
@@ -86,5 +92,5 @@ def chunk_kda(
     gate = 0 if not use_gate_in_kernel else SOFTPLUS.value if lower_bound is None else BOUNDED.value
     call = Call(KDA, packing, check_scale(scale, K), output_final_state, state_v_first,
                 use_qk_l2norm_in_kernel, gate, strength_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-                None if lower_bound is None else float(lower_bound), safe_gate)
+                None if lower_bound is None else float(lower_bound), safe_gate, parts=cp_context)
     return apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name, tree
 
-BASE = {"graphlin.errors", "graphlin.chunking"}
+BASE = {"graphlin.errors", "graphlin.chunking", "graphlin.agreement"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
            "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "graphlin.bench": ANYTHING,
     "graphlin.errors": set(),
     "graphlin.chunking": set(),
+    "graphlin.agreement": {"graphlin.errors"},
     "graphlin.tier": BASE,
     "graphlin.packing": {*BASE, "graphlin.tier"},
     "graphlin.replay": {*MODEL, "graphlin.tier", "graphlin.packing"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},
-    "graphlin.parallel": {*MODEL, "graphlin.kernels", "graphlin.ops", "graphlin.layers"},
+    "graphlin.parallel": {*MODEL, "graphlin.kernels", "graphlin.ops"},
 }
 OUTSIDE = {"torch", "triton"}
 MORE_OUTSIDE = {
@@ -110,6 +111,7 @@ def test_imports_follow_the_layers():
     ("graphlin.capture", "graphlin.ops.chunk_gated_delta_rule"),
     ("graphlin.graphed", "graphlin.kernels.conv"),
     ("graphlin.tier", "graphlin.backends"),
+    ("graphlin.ops.delta_rule", "graphlin.parallel.states"),
 ])
 def test_rule_refuses(importer, target):
     assert not allowed(importer, target)

@@ -1,18 +1,26 @@
 """Launch records of NVIDIA devices. Registers and shared memory per record: the cuda-compile lane prints them."""
 
+from dataclasses import replace
+
 import torch
 
 from graphlin.backends.protocol import LaunchRecord, block_size
 
 
 def _dot(dtype: torch.dtype) -> dict:
+    return dict(_precision(dtype), COPY_LHS=False)
+
+
+def _precision(dtype: torch.dtype) -> dict:
     """Products of float32 operands must be float32: three tf32 products, since plain ieee ones leave the tensor cores."""
-    return dict(PREC="tf32x3" if dtype == torch.float32 else "tf32", COPY_LHS=False)
+    return dict(PREC="tf32x3" if dtype == torch.float32 else "tf32")
 
 
 def _prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False),
-                        num_warps=2 if arch == "sm_90" else 4)
+    """float32 results need the inverse's merges in three tf32 products, which take twice the time of three bf16 ones."""
+    exact = dtype == torch.float32
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), PREC_INV="tf32x3" if exact else "bf16x3", BI=16 if exact else 8,
+                             DOT_BLOCKS=False), num_warps=2 if arch == "sm_90" else 4)
 
 
 def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -20,6 +28,17 @@ def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Launch
         rows = 16 if dtype == torch.float32 else 32
         return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 256), BV=block_size(V, rows), PERSISTENT=False), num_warps=8)
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 32), PERSISTENT=False), num_stages=2)
+
+
+def _state_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    record = _gradient_map(arch, K, V, R, dtype)
+    return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "COPY_LHS"})
+
+
+def _gradient_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """As many programs as the recurrence has for one sequence, so that a long one is shared by as many cores."""
+    record = _recurrence(arch, K, V, R, dtype)
+    return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "PERSISTENT"})
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -35,15 +54,10 @@ def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecor
 
 
 def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    if dtype == torch.float32:
-        BK, BV = 32, 32
-    elif arch != "sm_90":
-        BK, BV = 32, 64
-    elif R == 1:
-        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), BV=block_size(V, 64)))
-    else:
-        BK, BV = 64, 128
-    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, BK), BV=block_size(V, BV)), num_warps=8, num_stages=2)
+    if arch == "sm_90" and dtype != torch.float32:
+        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 64), BV=block_size(V, 128)))
+    rows = 32 if dtype == torch.float32 else 64
+    return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows)), num_warps=8, num_stages=2)
 
 
 def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -85,6 +99,8 @@ _RECORDS = {
     "gdn_prep": _prep,
     "delta_recurrence": _recurrence,
     "delta_two_recurrences": _two_recurrences,
+    "delta_state_map": _state_map,
+    "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
     "gdn_state_gradients": _states,
     "gdn_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
