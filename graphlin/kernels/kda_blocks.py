@@ -1,0 +1,175 @@
+"""Kimi Delta Attention, the gradients inside a chunk, block by block: where local memory can't hold the tiles of kda_intra.
+
+A chunk is walked through from its last block of 16 rows to its first. A reader and a writer of different blocks meet at the end
+of the block before the reader's, those of one block pair by pair (kda_pairwise); otherwise as in kda_intra.
+"""
+
+import triton
+import triton.language as tl
+
+from graphlin.kernels.common import row_mask
+from graphlin.kernels.gates import gate_gradients, load_channel_gates
+from graphlin.kernels.kda_pairwise import pairwise_gradients
+
+
+@triton.jit
+def load_rows(x, r, p_x, p_r, m_t, o_t, o_k, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+              EVICT: tl.constexpr):
+    """scale r∘x of rows o_t, `[rows, BK]`."""
+    b_x = tl.load(x + p_x + o_t[:, None] * (H * K) + o_k[None, :], mask=row_mask(m_t, o_k, K, BK), other=0.,
+                  eviction_policy=EVICT).to(tl.float32)
+    return b_x * (tl.load(r + p_r + o_t) * scale)[:, None]
+
+
+@triton.jit
+def load_tile(x, p_x, o_t, o_k, K: tl.constexpr, EVICT: tl.constexpr):
+    """Rows o_t of `[BT, K]`: c, or one of T1, T2, T3."""
+    return tl.load(x + p_x + o_t[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.,
+                   eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
+def _sums(c, p_c, o_b, o_k, K: tl.constexpr):
+    """c of a block's rows `[16, BK]`, and T `[BK]`."""
+    return load_tile(c, p_c, o_b, o_k, K, ""), tl.load(c + p_c + 15 * K + o_k, mask=o_k < K, other=0.)
+
+
+@triton.jit
+def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y, b_a, scale, H: tl.constexpr,
+                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
+    """Block i_b, whose decayed y is given, as a writer to the later blocks. Returns κ without the decay of y; a; ΣT of them."""
+    DT: tl.constexpr = fw.dtype.element_ty
+    b_w = tl.zeros([16, BK], dtype=tl.float32)
+    b_t = tl.zeros([BK], dtype=tl.float32)
+    for j in range(i_b + 1, BT // 16):
+        m_t = first_row + j * 16 + o_b < n
+        b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
+        b_er = tl.exp2(b_c)
+        x_q = (load_rows(q, rq, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, scale, H, K, BK, "") * b_er).to(DT)
+        x_k = (load_rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK, "") * b_er).to(DT)
+        p = fw + p_f + (j * BT + i_b) * 16 + o_b[None, :] * BT + o_b[:, None]                            # transposed
+        u = tl.dot(tl.load(p), x_q, input_precision=PREC)                                                # [16, BK]
+        u = tl.dot(tl.load(p + BT * BT), x_k, u, input_precision=PREC)
+        b_e = tl.exp2(b_t)[None, :]
+        b_a -= (b_y * b_e).to(DT).to(tl.float32) * u
+        b_w += b_e * u
+        b_t += b_next
+    return b_w, b_a, b_t
+
+
+@triton.jit
+def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n, b_rest, H: tl.constexpr,
+                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
+    """Block i_b as a reader of the earlier blocks: F y and W y of them; ΣT of them; what dg gets from all their rows, with
+    `2^b_rest` from the beginning of i_b to the end of the chunk."""
+    DT: tl.constexpr = fw.dtype.element_ty
+    u_q = tl.zeros([16, BK], dtype=tl.float32)
+    u_k = tl.zeros([16, BK], dtype=tl.float32)
+    b_t = tl.zeros([BK], dtype=tl.float32)
+    b_past = tl.zeros([BK], dtype=tl.float32)
+    for i in range(0, i_b):
+        j = i_b - 1 - i
+        m_t = first_row + j * 16 + o_b < n
+        b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
+        b_y = load_rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK, "")
+        b_y = b_y * tl.load(b + p_b + j * 16 + o_b)[:, None] * tl.exp2(b_next[None, :] - b_c)
+        b_past += tl.exp2(b_t + b_rest) * tl.sum(b_y * load_tile(ts, p_t + j * (16 * K), o_b, o_k, K, ""), 0)
+        x_y = (b_y * tl.exp2(b_t)[None, :]).to(DT)
+        p = fw + p_f + (i_b * BT + j) * 16 + o_b[:, None] * BT + o_b[None, :]
+        u_q = tl.dot(tl.load(p), x_y, u_q, input_precision=PREC)                                         # [16, BK]
+        u_k = tl.dot(tl.load(p + BT * BT), x_y, u_k, input_precision=PREC)
+        b_t += b_next
+    return u_q, u_k, b_t, b_past
+
+
+@triton.jit
+def _log_decay_gradient(b_a, b_w, b_all, o_b, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+    """dg of a block's rows: a is due to its row and those before it, w to the rows behind it, all to every row."""
+    before = tl.where(o_b[:, None] > o_b[None, :], 1.0, 0.0)     # a difference of sums would lose what decays leave of terms
+    b_dg = tl.dot(before, b_w, input_precision=PREC) + b_all[None, :]
+    if REV_SCAN:
+        b_dg += tl.cumsum(b_a, 0, reverse=True)
+    else:
+        b_dg += tl.sum(b_a, 0)[None, :] - tl.cumsum(b_a, 0) + b_a
+    return b_dg
+
+
+@triton.jit
+def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, eye, ts, dg, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d, i_hv, i_b,
+                 o_k, first_row, n, b_all, rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                 BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+    """Block i_b of a chunk, one tile of channels; b_all is what dg gets in all of its rows from elsewhere.
+
+    Returns the sum of a, and of the terms of dA_log and ddt_bias.
+    """
+    DT: tl.constexpr = fw.dtype.element_ty
+    o_b = tl.arange(0, 16)
+    first = i_b * 16
+    m_t = first_row + first + o_b < n
+    p_x = p_q + first * (H * K)
+    b_q = load_rows(q, rq, p_x, p_r + first, m_t, o_b, o_k, scale, H, K, BK, "")
+    b_k = load_rows(k, rk, p_x, p_r + first, m_t, o_b, o_k, 1.0, H, K, BK, "")
+    b_b = tl.load(b + p_b + first + o_b)
+    b_c, b_t = _sums(c, p_c + first * K, o_b, o_k, K)
+    b_er = tl.exp2(b_c)
+    b_ew = tl.exp2(b_t[None, :] - b_c)
+    b_y = b_k * b_b[:, None]
+
+    b_dw, b_a, b_later = _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y * b_ew,
+                                      tl.zeros([16, BK], dtype=tl.float32), scale, H, K, BT, BK, PREC)
+    u_q, u_k, b_earlier, b_past = _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n,
+                                                b_t + b_later, H, K, BT, BK, PREC)
+    b_eye = tl.load(eye + p_b + first + o_b)
+    p = fw + p_f + first * (BT + 1) + o_b[:, None] * BT + o_b[None, :]
+    b_a += (b_q * b_er).to(DT).to(tl.float32) * u_q + (b_k * b_er).to(DT).to(tl.float32) * u_k
+    b_dq, b_dr, b_dw, b_a = pairwise_gradients(b_q, b_k, b_y, b_c, tl.load(p), tl.load(p + BT * BT), b_er * u_q, b_er * u_k,
+                                               b_ew * b_dw, b_a, 16, BK)
+
+    b_x = load_tile(ts, p_t + first * K, o_b, o_k, K, "") * b_ew * tl.exp2(b_later)[None, :]
+    b_dw += b_x + b_eye[:, None] * b_q
+    tl.store(pb + p_d + first + o_b, tl.sum(b_k * b_dw, 1))
+    b_w = b_x * b_y
+    b_er = b_er * tl.exp2(b_earlier)[None, :]
+    b_x = load_tile(ts, p_t + BT * K + first * K, o_b, o_k, K, "") * b_er
+    b_a += b_q * b_x
+    b_dq = (b_dq + b_x + b_eye[:, None] * b_y) * scale
+    b_x = load_tile(ts, p_t + 2 * BT * K + first * K, o_b, o_k, K, "") * b_er
+    b_a -= b_k * b_x
+    b_dr += b_b[:, None] * b_dw - b_x
+    p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
+    tl.store(p, b_dq)
+    tl.store(p + BT * NK * BK, b_dr)
+
+    m_tk = row_mask(m_t, o_k, K, BK)
+    p_x = p_g + first * (HV * K)
+    b_dg = _log_decay_gradient(b_a, b_w, b_all + b_past, o_b, PREC, REV_SCAN)
+    b_u = load_channel_gates(g, dt_bias, p_x, i_hv, m_t, o_b, o_k, HV, K, BK, BIAS)
+    b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
+    tl.store(dg + p_x + o_b[:, None] * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_tk)
+    return tl.sum(b_a, 0), tl.sum(b_da, 0), tl.sum(b_dg, 0)
+
+
+@triton.jit
+def intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
+                 first_row, n, rate, lower_bound, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                 BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+    """One tile of channels of chunk and value head p, whose rows begin at p_q, p_r and p_g."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    o_k = i_k * BK + tl.arange(0, BK)
+    b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
+    b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
+    b_da = tl.zeros([BK], dtype=tl.float32)
+    b_db = tl.zeros([BK], dtype=tl.float32)
+    for i in range(0, BT // 16):
+        a, da, db = _intra_block(
+            q, k, g, dt_bias, c, b, rq, rk, fw, eye, ts, dg, dqk, pb, p_q, p_r, p_g, p * BT, p * (BT * K), p * (2 * BT * BT),
+            p * (3 * BT * K), p * (2 * BT * NK * BK), (i_k * NS * HV + p) * BT, i_hv, BT // 16 - 1 - i, o_k, first_row, n, b_all,
+            rate, lower_bound, scale, H, HV, K, BT, BK, NK, GATE, BIAS, PREC, REV_SCAN)
+        b_all += a
+        b_da += da
+        b_db += db
+    if GATE > 0:
+        p_a = p * (2 * NK * BK) + o_k
+        tl.store(pa + p_a, b_da)
+        tl.store(pa + p_a + NK * BK, b_db)
