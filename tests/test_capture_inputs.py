@@ -43,15 +43,20 @@ def test_data_written_in_place_is_read_in_every_tier(device):
 def test_no_row_is_copied_that_lies_there_already(device, monkeypatch):
     copied = []
 
-    def noted(kernel, grid, x, y, *sizes, **options):
-        copied.append((x.data_ptr() == y.data_ptr(), sizes[4]))    # the first row that is copied
-        return launch(kernel, grid, x, y, *sizes, **options)
-    launch = copy_rows.launch
+    def noting(kernel, grid, y, *fixed, **options):
+        launch = prepare(kernel, grid, y, *fixed, **options)
+
+        def noted(tensors, integers):
+            copied.append((tensors[0].data_ptr() == y.data_ptr(), integers[2]))    # the first row that is copied
+            launch(tensors, integers)
+        return noted
+    prepare = copy_rows.prepare
+    monkeypatch.setattr(copy_rows, "prepare", noting)
     graphed = capture(Mixer().to(device), TIERS, num_warmup_iters=1)
     x, cu = pack((5, 1), device)
     with torch.no_grad():
         rows, ends = write(graphed.static_inputs(x, cu), x, cu)
-        monkeypatch.setattr(copy_rows, "launch", noted)
+        copied.clear()
         graphed(rows, ends)
         graphed(x, cu)
     assert copied == [(True, 6), (False, 0)]
