@@ -60,14 +60,20 @@ class Left:
             self.count = count
 
 
-def as_triton_has_it(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of dtypes that Triton lacks, on the same memory as one that it has; any other as it is.
+_INTEGERS = {1: torch.int8, 8: torch.int64}
 
-    Complex numbers become pairs in a new last dim. Floats of 8 bits, which few devices compute with, become integers.
+
+def as_triton_has_it(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of dtypes that Triton lacks on a device, on the same memory as one that it has; any other as it is.
+
+    Complex numbers become pairs in a new last dim. Floats of 8 bits, which few devices compute with, and of 64, which Ascend
+    lacks, become integers.
     """
     if x.is_complex():
-        return torch.view_as_real(x.resolve_conj())
-    return x.view(torch.int8) if x.is_floating_point() and x.itemsize == 1 else x
+        x = torch.view_as_real(x.resolve_conj())
+    if x.is_floating_point() and x.itemsize in _INTEGERS:
+        return x.resolve_neg().view(_INTEGERS[x.itemsize])
+    return x
 
 
 class RowCopy:
