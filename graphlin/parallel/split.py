@@ -94,7 +94,8 @@ def _where_sequences(which: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 def split(cls: type, group: dist.ProcessGroup, rank: int, cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> Split:
     """The view that a rank of the group has of a batch, as an object of `cls`; small operations on the device alone."""
     world = token_offsets.shape[0] - 1
-    cu, offsets = cu_seqlens.long(), token_offsets.long()
+    # Copies, since the backward reads offsets too, and the caller may by then have written the next batch's.
+    cu, offsets = cu_seqlens.long(), token_offsets.to(torch.int64, copy=True)
     inner = offsets[1:-1]
     starts, ends = cu[:-1], cu[1:]
     N = starts.shape[0]
