@@ -31,6 +31,15 @@ def test_one_rank_is_the_op_bit_for_bit(case, device, alone):
     assert_bitwise(run_part(case, drawn, cp), case.run(drawn, cu), "on one rank")
 
 
+@each_op
+def test_gradients_of_states_may_lie_in_memory_in_any_order(case, device, alone):
+    lengths = (5, 0, 12)
+    drawn, cu = case.draw(20, len(lengths), device), cu_of(lengths, device)
+    cp = context_parallel(None, cu, torch.tensor([0, 17], device=device))
+    turned = drawn | {"dht": drawn["dht"].mT.contiguous().mT}
+    assert_bitwise(run_part(case, turned, cp), case.run(drawn, cu), "of turned gradients")
+
+
 def test_without_a_process_group():
     with pytest.raises(ValueError, match=r"group: expected a process group, found none; call .*init_process_group"):
         context_parallel(None, CU, OFFSETS)
@@ -86,6 +95,22 @@ def test_a_context_comes_without_other_sequences(device, alone):
     layer = GatedDeltaNet(hidden_size=16, head_dim=16, num_heads=1, expand_v=1).to(device)
     with pytest.raises(ValueError, match=r"chunk_indices: expected None with cp_context"):
         layer(torch.zeros(1, 12, 16, device=device), chunk_indices=torch.zeros(3, 2, device=device), cp_context=cp)
+
+
+def test_a_group_without_a_backend_for_the_device(tmp_path):
+    dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        cp = context_parallel(None, CU, OFFSETS)
+        with pytest.raises(ValueError, match=r"group: expected .* a backend for tensors on cpu, found one for cuda:gloo"):
+            cp.all_gather("rows", torch.zeros(3))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["gloo", dist.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_to_capture_with(group):
+    with pytest.raises(TypeError, match=r"group: expected a torch\.distributed process group that this rank is in, found"):
+        graphlin.capture(Validating(), graphlin.Tier(tokens=16, seqs=2), group=group)
 
 
 def test_ranks_that_capture_together_warm_up(alone):
