@@ -56,6 +56,7 @@ def context_parallel(group: dist.ProcessGroup | None, cu_seqlens_global: torch.T
 
     Raises:
         TypeError, ValueError: naming the argument, the expected and the found value; no process group.
+        BackendUnavailable: no backend for the device.
         HostSync: validate inside a capture.
 
     >>> cp = context_parallel(None, torch.tensor([0, 300, 1000], device="cuda"), torch.tensor([0, 512, 1024], device="cuda"))

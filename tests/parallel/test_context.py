@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import graphlin
-from graphlin.errors import HostSync
+from graphlin.errors import HostSync, UnsupportedModule
 from graphlin.layers import GatedDeltaNet
 from graphlin.parallel import context_parallel
 from tests.inputs import cu_of
@@ -80,6 +80,25 @@ def test_validate_is_refused_in_a_capture(device, alone):
     graphed = graphlin.capture(Validating(), graphlin.Tier(tokens=16, seqs=2))
     with pytest.raises(HostSync):
         graphed(torch.zeros(1, 12, 4, device=device), CU.to(device), OFFSETS.to(device))
+
+
+class Keeping(torch.nn.Module):
+    """A block with a context of its caller's."""
+
+    def __init__(self, cp):
+        super().__init__()
+        self.layer, self.cp = GatedDeltaNet(hidden_size=16, head_dim=16, num_heads=1, expand_v=1, chunk_size=16), cp
+
+    def forward(self, x):
+        return self.layer(x, cp_context=self.cp)
+
+
+def test_a_context_from_outside_is_refused_in_a_capture(device, alone):
+    block = Keeping(context_parallel(None, CU.to(device), OFFSETS.to(device))).to(device)
+    x = torch.randn(1, 12, 16, device=device)
+    with pytest.raises(UnsupportedModule, match=r"cp_context was made outside the capture, .* call context_parallel in"):
+        graphlin.capture(block, graphlin.Tier(tokens=16, seqs=2, chunk_size=16))(x)
+    assert block(x).isfinite().all()
 
 
 def test_what_is_no_context(device):
