@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from graphlin.agreement import check_group
 from graphlin.backends import GraphBackend
 from graphlin.graphed import GraphedBlock
 from graphlin.packing import Dims, Signature, check_dims
@@ -67,6 +68,8 @@ def capture(block: nn.Module, tier: Tier | Sequence[Tier], sample_args: Sequence
     """
     tiers = _check_tiers(tier)
     _check_options(block, slots, num_warmup_iters, fallback, max_padding, budget)
+    if group is not None:
+        check_group(group)
     if group is not None and num_warmup_iters < 2:
         raise ValueError(f"num_warmup_iters: expected at least 2 with a group, found {num_warmup_iters}; the first exchanges "
                          "connect its ranks, which a capture can't")

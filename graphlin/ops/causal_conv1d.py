@@ -95,7 +95,7 @@ class CausalConv1d(torch.autograd.Function):
         _, _, _, want_residual, want_initial, *_ = ctx.needs_input_grad
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         if dfinal is not None:
-            dfinal = dfinal.contiguous() if parts is None else parts.at_end(dfinal)
+            dfinal = (dfinal if parts is None else parts.at_end(dfinal)).contiguous()
         want_states = want_initial or (parts is not None and states is not None)
         dx, *grads, dstates = run_conv_backward(x, weight, bias, states, dy, dfinal, residual_dtype if want_residual else None,
                                                 want_states, silu, packing)

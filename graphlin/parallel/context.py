@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from graphlin.agreement import check_group
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.packing import Packing
 from graphlin.ops.validation import check_tensor, read_values
@@ -55,6 +56,7 @@ def context_parallel(group: dist.ProcessGroup | None, cu_seqlens_global: torch.T
 
     Raises:
         TypeError, ValueError: naming the argument, the expected and the found value; no process group.
+        BackendUnavailable: no backend for the device.
         HostSync: validate inside a capture.
 
     >>> cp = context_parallel(None, torch.tensor([0, 300, 1000], device="cuda"), torch.tensor([0, 512, 1024], device="cuda"))
@@ -63,8 +65,7 @@ def context_parallel(group: dist.ProcessGroup | None, cu_seqlens_global: torch.T
     if not dist.is_initialized():
         raise ValueError("group: expected a process group, found none; call torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a torch.distributed process group that this rank is in, found {group!r}")
+    check_group(group)
     check_tensor("cu_seqlens_global", cu_seqlens_global, shape=("N + 1",), dtypes=INTEGERS)
     if cu_seqlens_global.shape[0] < 2:
         raise ValueError("cu_seqlens_global: expected at least 2 entries (one sequence), found "

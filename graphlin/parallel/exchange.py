@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from graphlin.agreement import gather_ranks, host_device
 from graphlin.backends import get_backend
-from graphlin.errors import ExchangeFailed, UnsupportedModule
+from graphlin.errors import UnsupportedModule
 
 CAPTURABLE = ("nccl", "hccl")   # whose collectives are work on the device, which a graph can hold
 _MESSAGE_BYTES = 128
@@ -16,9 +16,12 @@ _agreed: WeakKeyDictionary = WeakKeyDictionary()   # process group -> what its r
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's backend for tensors of a device: gloo, nccl, hccl, …"""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    return backends.get(device.type, "none")
+    """The name of the group's backend for tensors of a device: gloo, nccl, hccl, …; raises ValueError where it has none."""
+    config = dist.get_backend_config(group)
+    backends = dict(each.split(":") for each in config.split(","))
+    if device.type not in backends:
+        raise ValueError(f"group: expected a process group with a backend for tensors on {device.type}, found one for {config}")
+    return backends[device.type]
 
 
 def all_gather(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +30,7 @@ def all_gather(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Te
     Before ranks exchange something of a name, shape and dtype for the first time, or each time over gloo, they compare these.
 
     Raises:
-        ValueError: on every rank, where ranks differ in what they exchange.
+        ValueError: on every rank, where ranks differ in what they exchange; the group has no backend for the device.
         ExchangeFailed: the exchange broke off, or another rank did not take part within the group's timeout.
         UnsupportedModule: inside a capture, over a backend whose collectives run on the host.
     """
@@ -40,16 +43,7 @@ def all_gather(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Te
                                     f"hold: use a group of {' or '.join(CAPTURABLE)}, or call the block eagerly.")
     else:
         _agree(group, f"{name} {list(x.shape)} {x.dtype}", host_device(group, x.device), always=backend == "gloo")
-    return _gather(group, x, name)
-
-
-def _gather(group: dist.ProcessGroup, x: torch.Tensor, name: str) -> torch.Tensor:
-    try:
-        return gather_ranks(group, x)
-    except RuntimeError as error:
-        raise ExchangeFailed(f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} could not exchange {name}: another "
-                             "rank failed, or did not take part in time. All ranks must make the same calls in the same order. "
-                             f"{error}") from error
+    return gather_ranks(group, name, x)
 
 
 def _agree(group: dist.ProcessGroup, message: str, device: torch.device, always: bool) -> None:
@@ -59,7 +53,7 @@ def _agree(group: dist.ProcessGroup, message: str, device: torch.device, always:
         return
     text = message.encode()[:_MESSAGE_BYTES]
     mine = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).to(device)
-    found = [bytes(row).decode(errors="replace").strip() for row in _gather(group, mine, message).tolist()]
+    found = [bytes(row).decode(errors="replace").strip() for row in gather_ranks(group, message, mine).tolist()]
     if len(set(found)) > 1:
         told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(found))
         raise ValueError(f"cp_context: expected all ranks to exchange tensors of one shape and dtype, found {told}; heads, head "

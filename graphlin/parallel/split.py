@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphlin.backends import get_backend
+from graphlin.errors import UnsupportedModule
 from graphlin.ops.chunks import prepare_chunk_indices
 from graphlin.parallel.exchange import all_gather
 
@@ -39,6 +41,7 @@ class Split:
     last_rank: torch.Tensor
     earlier: torch.Tensor
     later: torch.Tensor
+    made_in_capture: bool = False
     _made: dict = field(default_factory=dict)
 
     @property
@@ -52,7 +55,13 @@ class Split:
         return self.crossing[self.rank:self.rank + 2]
 
     def chunk_indices(self, tokens: int, chunk_size: int) -> torch.Tensor:
-        """The chunk table of `cu_seqlens` for tensors of so many rows; built at the first call, for all layers of a step."""
+        """The chunk table of `cu_seqlens` for tensors of so many rows; built at the first call, for all layers of a step.
+
+        Raises UnsupportedModule in a capture, of a context that was made outside: each replay would take its batch again.
+        """
+        if not self.made_in_capture and get_backend(self.offsets.device).is_capturing():
+            raise UnsupportedModule("cp_context was made outside the capture, so each replay would split the same batch: give "
+                                    "the block cu_seqlens and token_offsets, and call context_parallel in its forward.")
         return self.once(("chunks", tokens, chunk_size), lambda: prepare_chunk_indices(self.cu_seqlens, tokens, chunk_size))
 
     def once(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -94,7 +103,8 @@ def _where_sequences(which: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 def split(cls: type, group: dist.ProcessGroup, rank: int, cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> Split:
     """The view that a rank of the group has of a batch, as an object of `cls`; small operations on the device alone."""
     world = token_offsets.shape[0] - 1
-    cu, offsets = cu_seqlens.long(), token_offsets.long()
+    # Copies, since the backward reads offsets too, and the caller may by then have written the next batch's.
+    cu, offsets = cu_seqlens.long(), token_offsets.to(torch.int64, copy=True)
     inner = offsets[1:-1]
     starts, ends = cu[:-1], cu[1:]
     N = starts.shape[0]
@@ -114,7 +124,7 @@ def split(cls: type, group: dist.ProcessGroup, rank: int, cu_seqlens: torch.Tens
     earlier = torch.where(crossing < N, here - begins, 0)[rank]
     later = torch.where(crossing < N, ends_on - here + 1, 0)[rank + 1]
     return cls(group, rank, world, local.to(cu_seqlens.dtype), offsets, first_rank == rank, last_rank == rank, crossing.int(),
-               first_token, begins, ends_on, earlier.int(), later.int())
+               first_token, begins, ends_on, earlier.int(), later.int(), get_backend(cu.device).is_capturing())
 
 
 def _count_at_most(sorted_values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

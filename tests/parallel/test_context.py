@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import graphlin
-from graphlin.errors import HostSync
+from graphlin.errors import HostSync, UnsupportedModule
 from graphlin.layers import GatedDeltaNet
 from graphlin.parallel import context_parallel
 from tests.inputs import cu_of
@@ -29,6 +29,15 @@ def test_one_rank_is_the_op_bit_for_bit(case, device, alone):
     drawn, cu = case.draw(20, len(lengths), device), cu_of(lengths, device)
     cp = context_parallel(None, cu, torch.tensor([0, 17], device=device))
     assert_bitwise(run_part(case, drawn, cp), case.run(drawn, cu), "on one rank")
+
+
+@each_op
+def test_gradients_of_states_may_lie_in_memory_in_any_order(case, device, alone):
+    lengths = (5, 0, 12)
+    drawn, cu = case.draw(20, len(lengths), device), cu_of(lengths, device)
+    cp = context_parallel(None, cu, torch.tensor([0, 17], device=device))
+    turned = drawn | {"dht": drawn["dht"].mT.contiguous().mT}
+    assert_bitwise(run_part(case, turned, cp), case.run(drawn, cu), "of turned gradients")
 
 
 def test_without_a_process_group():
@@ -73,6 +82,25 @@ def test_validate_is_refused_in_a_capture(device, alone):
         graphed(torch.zeros(1, 12, 4, device=device), CU.to(device), OFFSETS.to(device))
 
 
+class Keeping(torch.nn.Module):
+    """A block with a context of its caller's."""
+
+    def __init__(self, cp):
+        super().__init__()
+        self.layer, self.cp = GatedDeltaNet(hidden_size=16, head_dim=16, num_heads=1, expand_v=1, chunk_size=16), cp
+
+    def forward(self, x):
+        return self.layer(x, cp_context=self.cp)
+
+
+def test_a_context_from_outside_is_refused_in_a_capture(device, alone):
+    block = Keeping(context_parallel(None, CU.to(device), OFFSETS.to(device))).to(device)
+    x = torch.randn(1, 12, 16, device=device)
+    with pytest.raises(UnsupportedModule, match=r"cp_context was made outside the capture, .* call context_parallel in"):
+        graphlin.capture(block, graphlin.Tier(tokens=16, seqs=2, chunk_size=16))(x)
+    assert block(x).isfinite().all()
+
+
 def test_what_is_no_context(device):
     case = OP_CASES[0]
     with pytest.raises(TypeError, match=r"cp_context: expected what .*context_parallel returns, found str"):
@@ -86,6 +114,22 @@ def test_a_context_comes_without_other_sequences(device, alone):
     layer = GatedDeltaNet(hidden_size=16, head_dim=16, num_heads=1, expand_v=1).to(device)
     with pytest.raises(ValueError, match=r"chunk_indices: expected None with cp_context"):
         layer(torch.zeros(1, 12, 16, device=device), chunk_indices=torch.zeros(3, 2, device=device), cp_context=cp)
+
+
+def test_a_group_without_a_backend_for_the_device(tmp_path):
+    dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        cp = context_parallel(None, CU, OFFSETS)
+        with pytest.raises(ValueError, match=r"group: expected .* a backend for tensors on cpu, found one for cuda:gloo"):
+            cp.all_gather("rows", torch.zeros(3))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["gloo", dist.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_to_capture_with(group):
+    with pytest.raises(TypeError, match=r"group: expected a torch\.distributed process group that this rank is in, found"):
+        graphlin.capture(Validating(), graphlin.Tier(tokens=16, seqs=2), group=group)
 
 
 def test_ranks_that_capture_together_warm_up(alone):

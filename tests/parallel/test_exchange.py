@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -86,8 +87,8 @@ def checks(world: int) -> dict:
     return CHECKS
 
 
-def failing_checks(world: int) -> dict:
-    return {"fails": one_fails}
+def only(check: Callable, world: int) -> dict:
+    return {check.__name__: check}
 
 
 @pytest.fixture(scope="module")
@@ -119,5 +120,16 @@ def one_fails(rank: int, device: torch.device) -> None:
         time.sleep(6)
 
 
-def test_a_rank_that_fails_in_an_eager_step(gloo, tmp_path):
-    assert_fine(run_world(2, failing_checks, tmp_path, gloo, timeout=2), "fails")
+def one_stays_away(rank: int, device: torch.device) -> None:
+    """Rank 1 does not come to the call that rank 0 would capture."""
+    if rank == 0:
+        graphed = graphlin.capture(Mixer(), graphlin.Tier(tokens=16, seqs=3), num_warmup_iters=2, group=dist.group.WORLD)
+        told_by(ExchangeFailed, lambda: graphed(*pack((5, 3), device)), "rank 0 of 2", "whether to capture")
+        assert graphed.stats.captures == 0
+    else:
+        time.sleep(6)
+
+
+@pytest.mark.parametrize("check", [one_fails, one_stays_away], ids=lambda check: check.__name__)
+def test_a_rank_that_the_others_wait_for(check, gloo, tmp_path):
+    assert_fine(run_world(2, partial(only, check), tmp_path, gloo, timeout=2), check.__name__)

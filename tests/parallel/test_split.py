@@ -63,6 +63,15 @@ def test_tokens_past_the_last_sequence_belong_to_none(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_context_keeps_its_batch_when_the_caller_writes_the_next_one(dtype, device):
+    cu, offsets = (torch.tensor(values, dtype=dtype, device=device) for values in ([0, 5, 12], [0, 8, 12]))
+    cp = split(ContextParallel, None, 1, cu, offsets)
+    cu.zero_(), offsets.zero_()
+    assert cp.cu_seqlens.tolist() == [0, 0, 4] and cp.offsets.tolist() == [0, 8, 12]
+    assert cp.first_token.tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_sequences_keep_their_dtype(dtype, device):
     cp = split(ContextParallel, None, 0, cu_of((5, 7), device, dtype), torch.tensor([0, 8, 12], device=device))
     assert cp.cu_seqlens.dtype == dtype
