@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphlin.capture import capture
 from graphlin.tier import Tier
 from tests.blocks import Mixer, captured, pack
+from tests.processes import end_process
 
 TIERS = [Tier(tokens=16, seqs=3), Tier(tokens=24, seqs=4)]
 PACKS = [(5, 3), (24,), (1, 0, 7), (6, 6, 6, 6), (2, 14), (13,)]
@@ -55,6 +56,7 @@ def worker(rank, device, store, options):
     torch.distributed.all_gather(others, weights[0])
     assert torch.equal(others[0], others[1])
     torch.distributed.destroy_process_group()
+    end_process()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}],

@@ -18,7 +18,7 @@ _FINISH = {"num_warps": (2, 4, 8), "waves": (4, 8, 16)}
 # The recurrences hold a whole row of the state, so BK is not theirs to choose; precisions are a matter of accuracy.
 SEARCH: dict[str, Search] = {
     "chunk_table_rows": {"BR": (32, 64, 128), "BN": (32, 64, 128), "num_warps": (1, 2, 4)},
-    "gdn_prep": {"BK": (32, 64, 128), "BI": (16, 32), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2), "waves": (2, 4, 8, 16)},
+    "gdn_prep": {"BK": (32, 64, 128), "BI": (8, 16), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2), "waves": (2, 4, 8, 16)},
     "delta_recurrence": _RECURRENCE,
     "delta_two_recurrences": _RECURRENCE,
     "gdn_pair_gradients": _PRODUCTS,
@@ -26,7 +26,7 @@ SEARCH: dict[str, Search] = {
     "gdn_finish_gradients": _FINISH,
     "kda_prep": {"BK": (16, 32, 64, 128), "BI": (16, 32), "num_warps": (2, 4, 8), "num_stages": (1, 2), "waves": (2, 4, 8)},
     "kda_inter_gradients": _PRODUCTS,
-    "kda_intra_gradients": {"BK": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2), "waves": (2, 4, 8)},
+    "kda_intra_gradients": {"BK": (16, 32, 64), "num_warps": (2, 4), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
     "kda_finish_gradients": _FINISH,
     "conv_forward": {"BR": (4, 8, 16, 32), "BD": (64, 128, 256, 512), "num_warps": (2, 4, 8), "waves": (8, 16, 32)},
     "conv_backward": {"BR": (4, 8, 16, 32), "BD": (64, 128, 256), "UNROLL": (2, 4, 8), "num_warps": (1, 2, 4),

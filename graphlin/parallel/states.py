@@ -23,7 +23,7 @@ def receive_state(cp: Split, operands: Operands, v: torch.Tensor, h0: torch.Tens
     if cp.world == 1:
         return None, None
     V = v.shape[3]
-    maps = cp.all_gather("states", run_state_map(operands, v, h0, cp.world > 2, v_first, cp.edges, packing))
+    maps = cp.all_gather(_named("states", operands), run_state_map(operands, v, h0, cp.world > 2, v_first, cp.edges, packing))
     state = maps[0, :, :V] if cp.rank else None
     for j in range(1, cp.rank):
         state = torch.where(cp.first_rank[cp.rank] == j, maps[j, :, :V], _apply(state, maps[j, :, V:], maps[j, :, :V]))
@@ -36,12 +36,17 @@ def receive_gradient(cp: Split, operands: Operands, do: torch.Tensor, dht: torch
     if cp.world == 1:
         return None
     V = do.shape[3]
-    grads = cp.all_gather("states' gradients", run_gradient_map(operands, do, dht, v_first, cp.edges, packing))
+    grads = cp.all_gather(_named("states' gradients", operands), run_gradient_map(operands, do, dht, v_first, cp.edges, packing))
     last = cp.world - 1
     grad = grads[last] if cp.rank < last else None
     for j in range(last - 1, cp.rank, -1):
         grad = torch.where(cp.last_rank[cp.rank + 1] == j, grads[j], _apply(grad, maps[j, :, V:].mT, grads[j]))
     return grad
+
+
+def _named(what: str, operands: Operands) -> str:
+    """Ranks that call different delta rules exchange different things, of one shape."""
+    return f"{what} of {'channel' if operands.per_channel else 'head'} decays"
 
 
 def _apply(state: torch.Tensor, transition: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def gradients(output, hidden, layer):
 
 
 def without_chunks(reference):
-    def op(*args, chunk_indices, chunk_size, **options):
+    def op(*args, chunk_indices, chunk_size, cp_context, **options):
         return reference(*args, **options)
     return op
 

@@ -13,11 +13,11 @@ import graphlin
 from graphlin.errors import ExchangeFailed, UnsupportedModule
 from graphlin.parallel import context_parallel
 from tests.blocks import Mixer, captured, pack
-from tests.ops.op_cases import OP_CASES
+from tests.ops.op_cases import OP_CASES, OpCase
 from tests.parallel.layouts import TWO, own_part, run_part
 from tests.parallel.world import assert_fine, run_world
 
-CONV, _, GDN, *_ = OP_CASES
+CONV, _, GDN, *_, KDA = OP_CASES
 LAYOUT = TWO[0]
 FEW = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 12])
 
@@ -42,9 +42,16 @@ def other_dtypes(rank: int, device: torch.device) -> None:
 
 
 def other_ops(rank: int, device: torch.device) -> None:
-    case = (CONV, GDN)[rank]
+    run_differently((CONV, GDN)[rank], rank, device, "rows of a convolution", "states of head decays")
+
+
+def other_rules(rank: int, device: torch.device) -> None:
+    run_differently((KDA, GDN)[rank], rank, device, "states of channel decays", "states of head decays")
+
+
+def run_differently(case: OpCase, rank: int, device: torch.device, *words: str) -> None:
     part = own_part(case, LAYOUT, case.draw(sum(LAYOUT.lengths), len(LAYOUT.lengths), device), rank)
-    told_by(ValueError, lambda: run_part(case, part, LAYOUT.context(device)), "rows of a convolution", "states")
+    told_by(ValueError, lambda: run_part(case, part, LAYOUT.context(device)), *words)
 
 
 class Convolution(nn.Module):
@@ -80,7 +87,8 @@ def ranks_capture_together(rank: int, device: torch.device) -> None:
     captured(graphed, replays, backwards=replays, **eager)
 
 
-CHECKS = {check.__name__: check for check in (other_shapes, other_dtypes, other_ops, capture_over_gloo, ranks_capture_together)}
+CHECKS = {check.__name__: check for check in (other_shapes, other_dtypes, other_ops, other_rules, capture_over_gloo,
+                                              ranks_capture_together)}
 
 
 def checks(world: int) -> dict:

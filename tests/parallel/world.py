@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import end_process
+
 Check = Callable[[int, torch.device], None]
 
 
@@ -43,6 +45,7 @@ def _worker(rank: int, world: int, make_checks: Callable[[int], Mapping[str, Che
             told[name] = traceback.format_exc()
     torch.save(told, folder / f"{rank}.pt")
     dist.destroy_process_group()
+    end_process()
 
 
 def assert_fine(told: Mapping[str, list[str]], name: str) -> None:
