@@ -33,14 +33,6 @@ def sigmoid(x):
 
 
 @triton.jit
-def sigmoid_slope(x):
-    """The derivative of sigmoid, `sigmoid(x) sigmoid(-x)`."""
-    e = tl.exp(-tl.abs(x))
-    r = 1.0 / (1.0 + e)
-    return e * r * r
-
-
-@triton.jit
 def decay_rate(A_log, i_hv):
     """`exp(A_log)` of a head, 1 without A_log. Bounded, so that no infinite rate meets a gate of 0."""
     rate = 1.0
@@ -61,16 +53,14 @@ def log_decay(b_u, rate, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr):
-    """Gradients of raw gates and the terms of A_log's, from those of the log decays; 0 where a log decay was cut off, which a
-    bounded one never is."""
-    if GATE != BOUNDED:
-        b_dg = tl.where(log_decay(b_u, rate, lower_bound, GATE) < MIN_LOG_DECAY, 0.0, b_dg)
+    """Gradients of raw gates and the terms of A_log's, from those of the log decays; 0 where a log decay was cut off."""
+    b_dg = tl.where(log_decay(b_u, rate, lower_bound, GATE) < MIN_LOG_DECAY, 0.0, b_dg)
     b_da = tl.zeros_like(b_dg)
     if GATE == SOFTPLUS:
         b_da = b_dg * -rate * softplus(b_u)
         b_dg = -b_dg * rate * sigmoid(b_u)
     elif GATE == BOUNDED:
-        b_dg = b_dg * (lower_bound * rate) * sigmoid_slope(rate * b_u)
+        b_dg = b_dg * lower_bound * sigmoid(rate * b_u) * sigmoid(-rate * b_u) * rate
         b_da = b_dg * b_u
     return b_dg, b_da
 

@@ -43,17 +43,10 @@ def level_decay(b_c, h: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def level_pairs(h, ROWS: tl.constexpr):
+def level_pairs(h: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, ROWS] mask of the dyadic level's pairs."""
     o = tl.arange(0, ROWS)
     return ((o // (2 * h))[:, None] == (o // (2 * h))[None, :]) & ((o // h)[:, None] > (o // h)[None, :])
-
-
-@triton.jit
-def block_distance(ROWS: tl.constexpr):
-    """[ROWS, ROWS]: how many blocks of 16 rows a column's lies before a row's."""
-    o_b = tl.arange(0, ROWS) // 16
-    return o_b[:, None] - o_b[None, :]
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Kimi Delta Attention, the gradients of q, k, g and beta, in three launches.
 
-inter: what needs no decay. F = stril(dO Eᵀ) and its diagonal, W = -stril(dV Eᵀ), T1 = E Rᵀ, T2 = dO Sᵀ, T3 = dV Sᵀ and Σ_v S∘R.
+inter: what needs no decay. F = tril(dO Eᵀ), W = -stril(dV Eᵀ), T1 = E Rᵀ, T2 = dO Sᵀ, T3 = dV Sᵀ and Σ_v S∘R.
 intra (kda_intra): tiles of channels. With y = β∘k and Γ_ijd = 2^(G_id - G_jd), gradients of q, of k as a reader (ρ) and as a
 writer (κ):
     dq = s (2^G∘T2 + Σ_j F_ij y_j Γ_ij),   ρ = -2^G∘T3 + Σ_j W_ij y_j Γ_ij,
@@ -24,8 +24,8 @@ from graphlin.kernels.packing import Packing
 
 
 @triton.jit
-def _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_hv, cu, T, NS, HV: tl.constexpr, K: tl.constexpr,
-                 V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+def _inter_chunk(do, E, dv, St, Rt, fw, ts, sr, i_n, i_t, i_hv, cu, T, NS, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                 BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
     p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
@@ -34,8 +34,7 @@ def _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_hv, cu, T, NS, 
     m_t = i_t * BT + o_c < n
     b_f, b_h = error_products(do, dv, E, p_v, m_t, HV, V, BT, BV, PREC)
     p_c = p * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
-    tl.store(eye + p * BT + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_f, 0.0), 1))
-    tl.store(fw + p_c, tl.where(o_c[:, None] > o_c[None, :], b_f, 0.0).to(fw.dtype.element_ty))
+    tl.store(fw + p_c, tl.where(o_c[:, None] >= o_c[None, :], b_f, 0.0).to(fw.dtype.element_ty))
     tl.store(fw + p_c + BT * BT, tl.where(o_c[:, None] > o_c[None, :], -b_h, 0.0).to(fw.dtype.element_ty))
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
@@ -49,7 +48,7 @@ def _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_hv, cu, T, NS, 
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def kda_inter_gradients(do, E, dv, St, Rt, fw, eye, ts, sr, cu, chunks, N, T, NT, NTS, NS, HV: tl.constexpr, K: tl.constexpr,
+def kda_inter_gradients(do, E, dv, St, Rt, fw, ts, sr, cu, chunks, N, T, NT, NTS, NS, HV: tl.constexpr, K: tl.constexpr,
                         V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
     """Tasks (chunk, value head), grid-stride."""
@@ -59,7 +58,7 @@ def kda_inter_gradients(do, E, dv, St, Rt, fw, eye, ts, sr, cu, chunks, N, T, NT
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _inter_chunk(do, E, dv, St, Rt, fw, eye, ts, sr, i_n, i_t, i_task % HV, cu, T, NS, HV, K, V, BT, BK, BV, VARLEN, PREC)
+            _inter_chunk(do, E, dv, St, Rt, fw, ts, sr, i_n, i_t, i_task % HV, cu, T, NS, HV, K, V, BT, BK, BV, VARLEN, PREC)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -127,7 +126,6 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
         return q.new_empty(shape, dtype=torch.float32)
 
     fw, ts, sr = q.new_empty(NS, HV, 2, BT, BT), q.new_empty(NS, HV, 3, BT, K), float32(NS, HV, K)
-    eye = float32(NS, HV, BT)
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = float32(packing.NT, HV + HV * K) if prologue.gate else None
     dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NS, HV, 2, NK * BK)
@@ -135,10 +133,10 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     common = dict(HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     switches = prologue.constexprs
     safe, lift = anchoring(prologue, q.dtype, intra)
-    launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, eye, ts, sr, *where,
+    launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, ts, sr, *where,
            record=inter, **common, V=V)
     launch(kda_intra_gradients, grid_stride(packing.NT * HV * NK, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
-           work.G, work.c, work.b, work.rq, work.rk, fw, eye, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, lift,
+           work.G, work.c, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, lift,
            record=intra, **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=safe)
     launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq, work.rk,
            pb, pa, dqk, dq, dk, dbeta, dgate, *where, record=finish, **common, H=H, BK=BK, L2=switches["L2"],

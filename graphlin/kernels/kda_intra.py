@@ -1,12 +1,11 @@
-"""Kimi Delta Attention, the gradients inside a chunk: all rows of a tile of channels at once.
+"""Kimi Delta Attention, the gradients inside a chunk.
 
-With c the sums of log decays (base 2) from the first row of a row's block of 16 and T those of whole blocks, a reader i of block
-I and a writer j of block J, d = I - J > 0 blocks before, meet at J's end:
-    Γ_ij = 2^(c_i) · 2^(T_{J+1} + … + T_{J+d-1}) · 2^(T_J - c_j).
-Readers are the same at every distance d and writers are decayed once more from one to the next, so that each distance is a
-product of a whole chunk, masked to its pairs. Pairs of one block meet as `kda_anchors` says. Every exponent is <= 0, or bounded.
-q, k of a reader and y = β∘k of a writer are rounded once with their decay and used in both directions (a, see kda_gradients):
-what a pair gives to dg outside j < t <= i then cancels to the last digit of float32.
+A chunk is walked through from its last block of 16 rows to its first. With c the sums of log decays (base 2) from the first row
+of a row's block and T those of whole blocks, a reader i of block I and a writer j of an earlier block J meet at J's end:
+    Γ_ij = 2^(c_i) · 2^(ΣT between J and I) · 2^(T_J - c_j),
+pairs of one block meet as `kda_anchors` says. Every exponent is <= 0, or bounded. q, k of a reader and y = β∘k of a writer are
+rounded once with their decay and used in both directions (a, see kda_gradients): what a pair gives to dg outside j < t <= i then
+cancels to the last digit of float32.
 """
 
 import triton
@@ -14,220 +13,236 @@ import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, row_mask, sequence, zero_rows
 from graphlin.kernels.gates import decay_rate, gate_gradients, load_channel_gates
-from graphlin.kernels.kda_anchors import block_distance, level_pairs
-from graphlin.kernels.kda_blocks import intra_blocks, load_rows, load_tile
+from graphlin.kernels.kda_anchors import level_decay, level_pairs
+from graphlin.kernels.kda_pairwise import pairwise_gradients
 
 
 @triton.jit
-def _block_decay(c, p_c, o_c, o_k, d, K: tl.constexpr, BT: tl.constexpr):
-    """`2^T` of the block d blocks behind a row's own, 1 behind the chunk: [BT, BK]."""
-    b_e = tl.zeros([BT, 1], dtype=tl.float32) + 1.0
-    for i in tl.static_range(0, BT // 16):
-        b_i = tl.exp2(tl.load(c + p_c + (i * 16 + 15) * K + o_k, mask=o_k < K, other=0.))
-        b_e = tl.where((o_c // 16 + d == i)[:, None], b_i[None, :], b_e)
-    return b_e
+def _rows(x, r, p_x, p_r, m_t, o_b, o_k, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """scale r∘x of a block of rows, `[16, BK]`."""
+    b_x = tl.load(x + p_x + o_b[:, None] * (H * K) + o_k[None, :], mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)
+    return b_x * (tl.load(r + p_r + o_b) * scale)[:, None]
 
 
 @triton.jit
-def _own_sum(c, p_c, o_c, o_k, K: tl.constexpr, BT: tl.constexpr):
-    """`T` of a row's block: [BT, BK]."""
-    b_t = tl.zeros([BT, 1], dtype=tl.float32)
-    for i in tl.static_range(0, BT // 16):
-        b_i = tl.load(c + p_c + (i * 16 + 15) * K + o_k, mask=o_k < K, other=0.)
-        b_t = tl.where((o_c // 16 == i)[:, None], b_i[None, :], b_t)
-    return b_t
+def _sums(c, p_c, o_b, o_k, K: tl.constexpr):
+    """c of a block's rows `[16, BK]`, and T `[BK]`."""
+    m = o_k < K
+    return (tl.load(c + p_c + o_b[:, None] * K + o_k[None, :], mask=m[None, :], other=0.),
+            tl.load(c + p_c + 15 * K + o_k, mask=m, other=0.))
 
 
 @triton.jit
-def _past_decay(c, p_c, o_c, o_k, K: tl.constexpr, BT: tl.constexpr):
-    """`2^ΣT` over the blocks before a row's own: [BT, BK]."""
-    b_e = tl.zeros([BT, 1], dtype=tl.float32) + 1.0
-    for i in tl.static_range(0, BT // 16 - 1):
-        b_i = tl.exp2(tl.load(c + p_c + (i * 16 + 15) * K + o_k, mask=o_k < K, other=0.))
-        b_e = b_e * tl.where((o_c // 16 > i)[:, None], b_i[None, :], 1.0)
-    return b_e
+def _product(ts, p_t, o_b, o_k, K: tl.constexpr):
+    """A block's rows of one of T1, T2, T3, `[16, BK]`."""
+    return tl.load(ts + p_t + o_b[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.).to(tl.float32)
 
 
 @triton.jit
-def _as_product(b_x, BT: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr):
-    """b_x plus a product of zeros. Triton keeps what follows from loads in the loads' layout and makes it once more in that of
-    products where both meet; what follows from this is in the products' alone."""
-    return tl.dot(tl.zeros([BT, 16], dtype=DT), tl.zeros([16, BK], dtype=DT), b_x, input_precision=PREC)
+def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y, b_a, scale, lift, H: tl.constexpr,
+                 K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
+    """Block i_b, whose decayed y is given, as a writer to the later blocks. Returns κ without the decay of y; a; ΣT of them."""
+    DT: tl.constexpr = fw.dtype.element_ty
+    b_w = tl.zeros([16, BK], dtype=tl.float32)
+    b_t = tl.zeros([BK], dtype=tl.float32)
+    for j in range(i_b + 1, BT // 16):
+        m_t = first_row + j * 16 + o_b < n
+        b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
+        b_er = tl.exp2(b_c) * lift
+        x_q = (_rows(q, rq, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, scale, H, K, BK) * b_er).to(DT)
+        x_k = (_rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK) * b_er).to(DT)
+        p = fw + p_f + (j * BT + i_b) * 16 + o_b[None, :] * BT + o_b[:, None]                            # transposed
+        u = tl.dot(tl.load(p), x_q, input_precision=PREC)                                                # [16, BK]
+        u = tl.dot(tl.load(p + BT * BT), x_k, u, input_precision=PREC)
+        b_e = tl.exp2(b_t)[None, :]
+        b_a -= (b_y * b_e).to(DT).to(tl.float32) * u
+        b_w += b_e * u
+        b_t += b_next
+    return b_w, b_a, b_t
 
 
 @triton.jit
-def _pair_sums(p_f, x_q, x_k, x_y, u_q, u_k, m, BT: tl.constexpr, PREC: tl.constexpr):
-    """The pairs of mask m of decayed readers q, k and writers y: adds F y and W y to u_q and u_k, returns Fᵀq + Wᵀk as well.
-    What is loaded for a product alone reaches the tensor cores without passing through registers' layouts, transposed too."""
-    b_f = tl.load(p_f, mask=m, other=0.)                                                                 # [BT, BT]
-    b_w = tl.load(p_f + BT * BT, mask=m, other=0.)
-    u_q = tl.dot(b_f, x_y, u_q, input_precision=PREC)                                                    # [BT, BK]
-    u_k = tl.dot(b_w, x_y, u_k, input_precision=PREC)
-    u_y = tl.dot(tl.trans(b_f), x_q, input_precision=PREC)
-    u_y = tl.dot(tl.trans(b_w), x_k, u_y, input_precision=PREC)
-    return u_q, u_k, u_y
+def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n, b_rest, lift, H: tl.constexpr,
+                  K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
+    """Block i_b as a reader of the earlier blocks: F y and W y of them; ΣT of them; what dg gets from all their rows, with
+    `2^b_rest` from the beginning of i_b to the end of the chunk."""
+    DT: tl.constexpr = fw.dtype.element_ty
+    u_q = tl.zeros([16, BK], dtype=tl.float32)
+    u_k = tl.zeros([16, BK], dtype=tl.float32)
+    b_t = tl.zeros([BK], dtype=tl.float32)
+    b_past = tl.zeros([BK], dtype=tl.float32)
+    for i in range(0, i_b):
+        j = i_b - 1 - i
+        m_t = first_row + j * 16 + o_b < n
+        b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
+        b_y = _rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK)
+        b_y = b_y * tl.load(b + p_b + j * 16 + o_b)[:, None] * (tl.exp2(b_next[None, :] - b_c) * (1.0 / lift))
+        b_past += tl.exp2(b_t + b_rest) * lift * tl.sum(b_y * _product(ts, p_t + j * (16 * K), o_b, o_k, K), 0)
+        x_y = (b_y * tl.exp2(b_t)[None, :]).to(DT)
+        p = fw + p_f + (i_b * BT + j) * 16 + o_b[:, None] * BT + o_b[None, :]
+        u_q = tl.dot(tl.load(p), x_y, u_q, input_precision=PREC)                                         # [16, BK]
+        u_k = tl.dot(tl.load(p + BT * BT), x_y, u_k, input_precision=PREC)
+        b_t += b_next
+    return u_q, u_k, b_t, b_past
 
 
 @triton.jit
-def _level_gradients(c, p_c, p_f, b_q, b_k, b_b, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K: tl.constexpr, BT: tl.constexpr,
-                     BK: tl.constexpr, PREC: tl.constexpr):
-    """Adds the pairs of the dyadic levels, which meet at the last row of a lower half."""
-    DT: tl.constexpr = p_f.dtype.scalar.element_ty
-    for i in range(0, 4):
-        h = 8 >> i
-        p = p_c + (o_c // (2 * h) * (2 * h) + h - 1)[:, None] * K + o_k[None, :]
-        b_e = tl.exp2(-tl.abs(b_c - tl.load(c + p, mask=(o_k < K)[None, :], other=0.)))
-        x_q = (b_q * b_e).to(DT)
-        x_k = (b_k * b_e).to(DT)
-        x_y = (b_k * b_b * b_e).to(DT)
-        b_0 = tl.zeros([BT, BK], dtype=tl.float32)
-        u_q, u_k, u_y = _pair_sums(p_f, x_q, x_k, x_y, b_0, b_0, level_pairs(h, BT), BT, PREC)
-        b_dq += b_e * u_q
-        b_dr += b_e * u_k
-        b_dw += b_e * u_y
-        b_a += x_q.to(tl.float32) * u_q + x_k.to(tl.float32) * u_k - x_y.to(tl.float32) * u_y
+def _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, h: tl.constexpr, BK: tl.constexpr,
+                     PREC: tl.constexpr):
+    """Adds the pairs of a dyadic level."""
+    DT: tl.constexpr = b_f.dtype
+    b_e = level_decay(b_c, h, 16, BK)
+    x_q = (b_q * b_e).to(DT)
+    x_k = (b_k * b_e).to(DT)
+    x_y = (b_y * b_e).to(DT)
+    m = level_pairs(h, 16)
+    b_f = tl.where(m, b_f, 0.0).to(DT)
+    b_w = tl.where(m, b_w, 0.0).to(DT)
+    u = tl.dot(b_f, x_y, input_precision=PREC)                                                           # [16, BK]
+    b_dq += b_e * u
+    b_a += x_q.to(tl.float32) * u
+    u = tl.dot(b_w, x_y, input_precision=PREC)
+    b_dr += b_e * u
+    b_a += x_k.to(tl.float32) * u
+    u = tl.dot(tl.trans(b_f), x_q, input_precision=PREC)
+    u = tl.dot(tl.trans(b_w), x_k, u, input_precision=PREC)
+    b_dw += b_e * u
+    b_a -= x_y.to(tl.float32) * u
     return b_dq, b_dr, b_dw, b_a
 
 
 @triton.jit
-def _tile(q, k, c, rq, rk, p_q, p_r, p_c, m_t, o_c, o_k, scale, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-          BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EVICT: tl.constexpr):
-    """q, k and c: [BT, BK]. Loads of another EVICT are loads again, not registers kept meanwhile."""
-    b_c = _as_product(load_tile(c, p_c, o_c, o_k, K, EVICT), BT, BK, DT, PREC)
-    return (load_rows(q, rq, p_q, p_r, m_t, o_c, o_k, scale, H, K, BK, EVICT),
-            load_rows(k, rk, p_q, p_r, m_t, o_c, o_k, 1.0, H, K, BK, EVICT), b_c)
-
-
-@triton.jit
-def _distance_gradients(c, p_c, p_f, x_q, x_k, b_y, b_e, o_c, o_k, FIRST: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                        BK: tl.constexpr, PREC: tl.constexpr):
-    """The pairs of readers q, k and writers y, decayed by e, of blocks at least FIRST apart.
-
-    Returns F y and W y of the decayed y, κ, its part of a, and e decayed on to the end of the chunk.
-    """
-    b_d = block_distance(BT)
-    u_q = tl.zeros([BT, BK], dtype=tl.float32)
-    u_k = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dw = tl.zeros([BT, BK], dtype=tl.float32)
-    b_a = tl.zeros([BT, BK], dtype=tl.float32)
-    for d in range(FIRST, BT // 16):
-        x_y = (b_y * b_e).to(x_q.dtype)
-        u_q, u_k, u_y = _pair_sums(p_f, x_q, x_k, x_y, u_q, u_k, b_d == d, BT, PREC)
-        b_dw += b_e * u_y
-        b_a -= x_y.to(tl.float32) * u_y
-        b_e = b_e * _block_decay(c, p_c, o_c, o_k, d, K, BT)
-    return u_q, u_k, b_dw, b_a, b_e
-
-
-@triton.jit
-def _add_rows(b_m, b_x, b_y, PREC: tl.constexpr):
-    """b_y plus the sums of rows of b_x that a matrix of zeros and ones tells. Where products needn't be float32: in two parts of
-    bfloat16, which have more digits than tf32."""
-    if b_m.dtype == tl.bfloat16:
-        b_h = b_x.to(tl.bfloat16)
-        b_y = tl.dot(b_m, b_h, b_y)
-        b_y = tl.dot(b_m, (b_x - b_h.to(tl.float32)).to(tl.bfloat16), b_y)
-    else:
-        b_y = tl.dot(b_m, b_x, b_y, input_precision=PREC)
-    return b_y
-
-
-@triton.jit
-def _log_decay_gradient(b_a, b_w, b_all, o_c, PREC: tl.constexpr):
-    """dg: a is due to its row and those before it, w to the rows behind it, all to every row. Without differences of sums, which
-    would lose what decays leave of terms."""
-    before = tl.where(o_c[:, None] > o_c[None, :], 1.0, 0.0)
-    if PREC == "tf32":
-        before = before.to(tl.bfloat16)
-    return _add_rows(tl.trans(before), b_a, _add_rows(before, b_w, b_a + b_all[None, :], PREC), PREC)
-
-
-@triton.jit
-def _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
-                first_row, n, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-                BT: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr,
-                PREC: tl.constexpr):
-    NK: tl.constexpr = (K + BK - 1) // BK
-    o_c = tl.arange(0, BT)
-    o_k = i_k * BK + tl.arange(0, BK)
-    m_t = first_row + o_c < n
-    p_c = p * (BT * K)
-    p_f = fw + p * (2 * BT * BT)
-    p_t = p * (3 * BT * K)
-    p_p = p_f + o_c[:, None] * BT + o_c[None, :]
-    DT: tl.constexpr = fw.dtype.element_ty
-    b_b = tl.load(b + p * BT + o_c)[:, None]
-    b_q, b_k, b_c = _tile(q, k, c, rq, rk, p_q, p_r, p_c, m_t, o_c, o_k, scale, H, K, BT, BK, DT, PREC, "evict_last")
-    b_er = tl.exp2(b_c) * lift
+def _block_gradients(b_q, b_k, b_y, b_c, b_er, u_q, u_k, b_f, b_w, b_dw, b_a, lift, BK: tl.constexpr, SAFE: tl.constexpr,
+                     PAIRWISE: tl.constexpr, PREC: tl.constexpr):
+    """Adds the pairs of one block, with F and W masked to i > j, to the sums u over the earlier ones. Returns dq, ρ, κ, a."""
+    DT: tl.constexpr = b_f.dtype
+    x_q = (b_q * b_er).to(DT)
+    x_k = (b_k * b_er).to(DT)
     if SAFE:
-        b_e = tl.exp2(-b_c) * (1.0 / lift)
-    else:
-        b_e = tl.exp2(_own_sum(c, p_c, o_c, o_k, K, BT) - b_c)
-    u_q, u_k, b_dw, b_a, b_e = _distance_gradients(c, p_c, p_p, (b_q * b_er).to(DT), (b_k * b_er).to(DT), b_k * b_b, b_e, o_c,
-                                                   o_k, 0 if SAFE else 1, K, BT, BK, PREC)
-    b_q, b_k, b_c = _tile(q, k, c, rq, rk, p_q, p_r, p_c, m_t, o_c, o_k, scale, H, K, BT, BK, DT, PREC, "evict_first")
-    b_er = tl.exp2(b_c) * lift
-    b_a += (b_q * b_er).to(DT).to(tl.float32) * u_q + (b_k * b_er).to(DT).to(tl.float32) * u_k
+        b_ec = tl.exp2(-b_c) * (1.0 / lift)
+        x_y = (b_y * b_ec).to(DT)
+        u_q = tl.dot(b_f, x_y, u_q, input_precision=PREC)                                                # [16, BK]
+        u_k = tl.dot(b_w, x_y, u_k, input_precision=PREC)
+        u = tl.dot(tl.trans(b_f), x_q, input_precision=PREC)
+        u = tl.dot(tl.trans(b_w), x_k, u, input_precision=PREC)
+        b_dw += b_ec * u
+        b_a -= x_y.to(tl.float32) * u
+    b_a += x_q.to(tl.float32) * u_q + x_k.to(tl.float32) * u_k
     b_dq = b_er * u_q
     b_dr = b_er * u_k
-    b_y = b_k * b_b
-    if not SAFE:
-        b_dq, b_dr, b_dw, b_a = _level_gradients(c, p_c, p_p, b_q, b_k, b_b, b_c, b_dq, b_dr, b_dw, b_a, o_c, o_k, K, BT, BK,
-                                                 PREC)
-
-    b_eye = tl.load(eye + p * BT + o_c)[:, None]
-    b_x = load_tile(ts, p_t, o_c, o_k, K, "") * (b_e * lift)
-    b_dw += b_x + b_eye * b_q
-    tl.store(pb + (i_k * NS * HV + p) * BT + o_c, tl.sum(b_k * b_dw, 1))
-    b_w = b_x * b_y
-    b_er = tl.exp2(b_c) * _past_decay(c, p_c, o_c, o_k, K, BT)
-    b_x = load_tile(ts, p_t + BT * K, o_c, o_k, K, "") * b_er
-    b_a += b_q * b_x
-    b_dq = (b_dq + (b_x + b_eye * b_y)) * scale
-    b_x = load_tile(ts, p_t + 2 * BT * K, o_c, o_k, K, "") * b_er
-    b_a -= b_k * b_x
-    b_dr += b_b * b_dw - b_x
-    p_d = dqk + p * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
-    tl.store(p_d, b_dq)
-    tl.store(p_d + BT * NK * BK, b_dr)
-
-    b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.)) * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
-    b_dg = _log_decay_gradient(b_a, b_w, b_all, o_c, PREC)
-    m_tk = row_mask(m_t, o_k, K, BK)
-    b_u = load_channel_gates(g, dt_bias, p_g, i_hv, m_t, o_c, o_k, HV, K, BK, BIAS)
-    b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
-    tl.store(dg + p_g + o_c[:, None] * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_tk)
-    if GATE > 0:
-        p_a = pa + p * (2 * NK * BK) + o_k
-        tl.store(p_a, tl.sum(b_da, 0))
-        tl.store(p_a + NK * BK, tl.sum(b_dg, 0))
+    if PAIRWISE:
+        b_dq, b_dr, b_dw, b_a = pairwise_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 16, BK)
+    elif not SAFE:
+        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 8, BK, PREC)
+        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 4, BK, PREC)
+        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 2, BK, PREC)
+        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 1, BK, PREC)
+    return b_dq, b_dr, b_dw, b_a
 
 
 @triton.jit
-def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS,
-                 scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def _log_decay_gradient(b_a, b_w, b_all, o_b, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
+    """dg of a block's rows: a is due to its row and those before it, w to the rows behind it, all to every row."""
+    before = tl.where(o_b[:, None] > o_b[None, :], 1.0, 0.0)     # a difference of sums would lose what decays leave of terms
+    b_dg = tl.dot(before, b_w, input_precision=PREC) + b_all[None, :]
+    if REV_SCAN:
+        b_dg += tl.cumsum(b_a, 0, reverse=True)
+    else:
+        b_dg += tl.sum(b_a, 0)[None, :] - tl.cumsum(b_a, 0) + b_a
+    return b_dg
+
+
+@triton.jit
+def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d, i_hv, i_b,
+                 o_k, first_row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+                 BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 SAFE: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
+    """Block i_b of a chunk, one tile of channels; b_all is what dg gets in all of its rows from elsewhere.
+
+    Returns the sum of a, and of the terms of dA_log and ddt_bias.
+    """
+    DT: tl.constexpr = fw.dtype.element_ty
+    o_b = tl.arange(0, 16)
+    first = i_b * 16
+    m_t = first_row + first + o_b < n
+    p_x = p_q + first * (H * K)
+    b_q = _rows(q, rq, p_x, p_r + first, m_t, o_b, o_k, scale, H, K, BK)
+    b_k = _rows(k, rk, p_x, p_r + first, m_t, o_b, o_k, 1.0, H, K, BK)
+    b_b = tl.load(b + p_b + first + o_b)
+    b_c, b_t = _sums(c, p_c + first * K, o_b, o_k, K)
+    b_er = tl.exp2(b_c) * lift
+    b_ew = tl.exp2(b_t[None, :] - b_c) * (1.0 / lift)
+    b_y = b_k * b_b[:, None]
+
+    b_dw, b_a, b_later = _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_row, n, b_y * b_ew,
+                                      tl.zeros([16, BK], dtype=tl.float32), scale, lift, H, K, BT, BK, PREC)
+    u_q, u_k, b_earlier, b_past = _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n,
+                                                b_t + b_later, lift, H, K, BT, BK, PREC)
+    p = fw + p_f + first * (BT + 1) + o_b[:, None] * BT + o_b[None, :]
+    b_f = tl.load(p)                                                                                     # [16, 16]
+    b_eye = tl.sum(tl.where(o_b[:, None] == o_b[None, :], b_f.to(tl.float32), 0.0), 1)                   # [16]
+    b_dq, b_dr, b_dw, b_a = _block_gradients(
+        b_q, b_k, b_y, b_c, b_er, u_q, u_k, tl.where(o_b[:, None] > o_b[None, :], b_f, 0.0).to(DT), tl.load(p + BT * BT),
+        b_ew * b_dw, b_a, lift, BK, SAFE, PAIRWISE, PREC)
+
+    b_x = _product(ts, p_t + first * K, o_b, o_k, K) * b_ew * (tl.exp2(b_later) * lift)[None, :]
+    b_dw += b_x + b_eye[:, None] * b_q
+    tl.store(pb + p_d + first + o_b, tl.sum(b_k * b_dw, 1))
+    b_w = b_x * b_y
+    b_er = b_er * (tl.exp2(b_earlier) * (1.0 / lift))[None, :]
+    b_x = _product(ts, p_t + BT * K + first * K, o_b, o_k, K) * b_er
+    b_a += b_q * b_x
+    b_dq = (b_dq + b_x + b_eye[:, None] * b_y) * scale
+    b_x = _product(ts, p_t + 2 * BT * K + first * K, o_b, o_k, K) * b_er
+    b_a -= b_k * b_x
+    b_dr += b_b[:, None] * b_dw - b_x
+    p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
+    tl.store(p, b_dq)
+    tl.store(p + BT * NK * BK, b_dr)
+
+    m_tk = row_mask(m_t, o_k, K, BK)
+    p_x = p_g + first * (HV * K)
+    b_dg = _log_decay_gradient(b_a, b_w, b_all + b_past, o_b, PREC, REV_SCAN)
+    b_u = load_channel_gates(g, dt_bias, p_x, i_hv, m_t, o_b, o_k, HV, K, BK, BIAS)
+    b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
+    tl.store(dg + p_x + o_b[:, None] * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_tk)
+    return tl.sum(b_a, 0), tl.sum(b_da, 0), tl.sum(b_dg, 0)
+
+
+@triton.jit
+def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS, scale,
+                 lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
                  REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
+    NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
     i_h = i_hv // (HV // H)
     p = slot * HV + i_hv
-    p_q = (row * H + i_h) * K
-    p_r = (slot * H + i_h) * BT
-    p_g = (row * HV + i_hv) * K
-    rate = decay_rate(A_log, i_hv)
-    if PAIRWISE:
-        intra_blocks(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
-                     i_t * BT, n, rate, lower_bound, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, REV_SCAN)
-    else:
-        _intra_tile(q, k, g, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, p_q, p_r, p_g, p, i_hv, i_k, NS,
-                    i_t * BT, n, rate, lower_bound, lift, scale, H, HV, K, BT, BK, GATE, BIAS, SAFE, PREC)
+    o_k = i_k * BK + tl.arange(0, BK)
+    b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
+    b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
+    b_da = tl.zeros([BK], dtype=tl.float32)
+    b_db = tl.zeros([BK], dtype=tl.float32)
+    for i in range(0, BT // 16):
+        a, da, db = _intra_block(
+            q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
+            (row * HV + i_hv) * K, p * BT, p * (BT * K), p * (2 * BT * BT), p * (3 * BT * K), p * (2 * BT * NK * BK),
+            (i_k * NS * HV + p) * BT, i_hv, BT // 16 - 1 - i, o_k, i_t * BT, n, b_all, decay_rate(A_log, i_hv), lower_bound, lift,
+            scale, H, HV, K, BT, BK, NK, GATE, BIAS, SAFE, PREC, REV_SCAN, PAIRWISE)
+        b_all += a
+        b_da += da
+        b_db += db
+    if GATE > 0:
+        p_a = p * (2 * NK * BK) + o_k
+        tl.store(pa + p_a, b_da)
+        tl.store(pa + p_a + NK * BK, b_db)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS,
-                        NS, scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, cu, chunks, N, T, NT, NTS, NS,
+                        scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr,
                         PAIRWISE: tl.constexpr):
@@ -239,8 +254,8 @@ def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, 
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, eye, ts, sr, dg, dqk, pb, pa, i_n, i_t,
-                         (i_task // NK) % HV, i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS,
-                         SAFE, VARLEN, PREC, REV_SCAN, PAIRWISE)
+            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NK) % HV,
+                         i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, PREC,
+                         REV_SCAN, PAIRWISE)
     if VARLEN:
         zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)

@@ -50,10 +50,10 @@ def test_parts_of_the_layouts(layout, device):
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS, data=st.data())
-def test_parts_of_any_batch(lengths, data):
+def test_parts_of_any_batch(device, lengths, data):
     cuts = tuple(sorted(data.draw(st.lists(st.integers(0, sum(lengths)), max_size=4))))
     for rank in range(len(cuts) + 1):
-        check_split(Layout("", lengths, cuts), rank, torch.device("cpu"))
+        check_split(Layout("", lengths, cuts), rank, device)
 
 
 def test_tokens_past_the_last_sequence_belong_to_none(device):

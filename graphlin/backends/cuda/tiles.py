@@ -79,11 +79,8 @@ def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 
 def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """Fewer channels on sm_90 take ptxas minutes, for some reason. With one or two stages, compiled by Triton 3.6,
-    it ended in an illegal memory access on an H200."""
-    narrow = arch == "sm_80" or dtype == torch.float32
-    return LaunchRecord(dict(_dot(dtype), BK=16 if narrow else 32, REV_SCAN=True, PAIRWISE=False),
-                        num_stages=3 if arch == "sm_90" and not narrow else 1)
+    fast = arch == "sm_90" and dtype != torch.float32
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=False), num_warps=2 if fast else 4)
 
 
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
