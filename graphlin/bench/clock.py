@@ -27,6 +27,7 @@ class Clock:
     def captured(self, work: Work) -> Work:
         """Warms the work up, captures it and returns the replay of its graph."""
         stream = self.backend.side_stream(self.device)
+        self.backend.synchronize(self.device)  # the work's tensors may be in the making, on another stream
         with self.backend.stream(stream):
             for _ in range(WARMUPS if self.on_device else 1):
                 work()
