@@ -86,8 +86,9 @@ def held(device):
     if device.type == "cpu":
         storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
         return sum({s._cdata: s.nbytes() for s in storages}.values()), 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    memory = torch.get_device_module(device)
+    memory.synchronize()
+    return memory.memory_allocated(device), memory.memory_reserved(device)
 
 
 def assert_sound(soak, graphed, over, memory):

@@ -1,4 +1,5 @@
-"""Tests that the emulated device is too small or too slow for, each with its reason; they wait for a real one.
+"""Tests that the emulated device is too small or too slow for, or lacks a part for, each with its reason; they wait for a real
+one.
 
 The plugin shows them as xfailed, not run. Keys are beginnings of test ids.
 """
@@ -6,6 +7,9 @@ The plugin shows them as xfailed, not run. Keys are beginnings of test ids.
 MEMORY = "needs {} GB, more than a machine that emulates the device has; a 910B has 64"
 HOURS = "runs an hour on a device, days on the emulated one"
 MINUTES = "every program runs in turn on one CPU core: over ten minutes"
+HCCL = "gloo takes no tensors of an npu, and the emulated device has no hccl"
+PROFILER = "the emulated device tells the profiler of launches, but of no kernels' times"
+SPARSE = "the emulated device has no sparse tensors"
 
 _DELTA = "tests/ops/test_gated_delta_rule_device.py::"
 NOT_EMULATED = {
@@ -19,4 +23,10 @@ NOT_EMULATED = {
     _DELTA + "test_as_many_sequences_as_a_grid_axis_holds": MINUTES,
     "tests/test_price.py::test_layers_of_a_model_hold_their_price[gdn-8192x64]": MINUTES,
     "tests/test_price.py::test_layers_of_a_model_hold_their_price[kda-8192x64]": MINUTES,
+    "tests/test_capture_ddp.py::test_captured_and_eager_processes_agree": HCCL,
+    "tests/test_capture_refusals.py::test_wrappers_for_many_processes_are_refused_inside": HCCL,
+    "tests/test_examples.py::test_context_parallel_on_one_rank": HCCL,
+    "tests/bench/test_kernel_times.py::test_kernel_times_add_up_to_less_than_the_call_takes": PROFILER,
+    "tests/bench/test_sections.py::test_layers_are_measured_eager_captured_and_replayed": PROFILER,
+    "tests/test_errors.py::test_a_sparse_tensor_is_named": SPARSE,
 }

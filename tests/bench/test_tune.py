@@ -66,7 +66,7 @@ def test_a_record_with_wrong_results_is_no_candidate(tuning, monkeypatch):
 
 
 def test_a_record_that_cannot_be_launched_is_no_candidate(tuning):
-    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 24, "ROWWISE": False}))
+    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "ROWWISE": False}))
     assert found.error and found.microseconds == float("inf")
 
 
