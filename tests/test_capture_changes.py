@@ -175,3 +175,79 @@ def test_verify_runs_captured_parts_as_they_are(device):
     report = verify(capture(Outer(inner), TIER, num_warmup_iters=1), x, cu)
     assert report.ok, report
     assert inner.stats.replays == 0 and not inner.stats.eager
+
+
+class Halves(nn.Module):
+    """A parameter and a buffer of 16 bits, whose bits are another number in the other such dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8).half())
+        self.register_buffer("cos", torch.rand(8).half())
+
+    def forward(self, x, cu_seqlens):
+        return x * self.weight.float() + self.cos.float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["weight", "cos"])
+def test_a_tensor_of_another_dtype_at_the_same_address_is_noticed(device, name):
+    """As a cast there and back may leave it, where the allocator hands out the first memory again."""
+    graphed = capture(Halves().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    before, tensor = graphed(x, cu), getattr(graphed.block, name)
+    tensor.data = tensor.data.view(torch.bfloat16)
+    found = graphed(x, cu)
+    assert torch.equal(found, graphed.block(x, cu)) and not torch.equal(found, before)
+    captured(graphed, 1, StaleAddress=1)
+    graphed.refresh()
+    assert torch.equal(graphed(x, cu), found)
+    captured(graphed, 2, StaleAddress=1)
+
+
+@torch.no_grad()
+def test_a_block_cast_after_its_capture_is_noticed(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    graphed.to(torch.float64)
+    assert torch.equal(graphed(x.double(), cu), graphed.block(x.double(), cu))
+    captured(graphed, 1, StaleAddress=1)
+
+
+@torch.no_grad()
+def test_inputs_of_another_dtype_are_a_mode_of_their_own(device):
+    graphed = capture(Halves().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float64):
+        found = graphed(x.to(dtype), cu)
+        assert found.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(found, graphed.block(x.to(dtype), cu))
+    captured(graphed, 4)
+    assert graphed.stats.captures == 3
+
+
+def test_the_mode_of_one_submodule_counts(device):
+    """Dropout in evaluation inside a block in training, as where a part is frozen."""
+    graphed = capture(Mixer(dropout=0.5).to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu).sum().backward()
+    graphed.block.dropout.eval()
+    assert graphed.training and graphed.block.training
+    for _ in range(2):
+        torch.testing.assert_close(graphed(x, cu), graphed.block(x, cu))
+    captured(graphed, 3, backwards=1)
+    assert graphed.stats.captures == 2
+
+
+@torch.no_grad()
+def test_autocast_to_each_dtype_is_a_mode_of_its_own(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
+            found, expected = graphed(x, cu), graphed.block(x, cu)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    captured(graphed, 3)
+    assert graphed.stats.captures == 2
