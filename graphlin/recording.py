@@ -328,7 +328,8 @@ class _Recording:
         pair.backward = graph
         pair.input_grads = list(zip(leaves, grads[:len(leaves)], strict=True))
         pair.param_grads, pair.params = list(grads[len(leaves):]), list(self.mode.grad_params)
-        pair.reads = [*self.graphed.block.parameters(), *self._only_read, *(copy.static for _, copy, _ in pair.inputs)]
+        pair.reads = [*self.graphed.block.parameters(), *self._only_read, *(copy.static for _, copy, _ in pair.inputs),
+                      *(() if pair.static_cu is None else (pair.static_cu,)), *(() if pair.copy_outputs else pair.static_outputs)]
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
         wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),

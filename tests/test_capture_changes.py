@@ -9,7 +9,7 @@ from graphlin.errors import HostSync, ReplayError
 from graphlin.price import price
 from graphlin.tier import Tier
 from graphlin.verify import verify
-from tests.blocks import Mixer, captured, pack
+from tests.blocks import Mixer, assert_equal, captured, gradients, pack
 
 TIER = Tier(24, 4)
 
@@ -38,7 +38,7 @@ def test_a_buffer_written_before_the_backward_is_an_error(device, turned):
     y = turned(x, cu)
     with torch.no_grad():
         turned.block.cos.mul_(3)
-    with pytest.raises(ReplayError, match="a parameter, buffer or static input was modified in place"):
+    with pytest.raises(ReplayError, match="a parameter, buffer, static input or view of an output was modified in place"):
         y.sum().backward()
 
 
@@ -51,6 +51,44 @@ def test_a_static_input_written_before_the_backward_is_an_error(device, turned):
     with pytest.raises(ReplayError, match="write the next batch, after the backward"):
         y.sum().backward()
     captured(turned, 1, backwards=0)
+
+
+def test_static_lengths_written_before_the_backward_are_an_error(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((2, 3, 2, 1), device, requires_grad=True)
+    scale = torch.ones((), device=device)
+    ends = graphed.static_inputs(x, cu)["cu_seqlens"].copy_(cu)
+    expected = gradients(graphed.block, x, cu, scale)
+    assert_equal(gradients(graphed, x, ends, scale), expected)
+    y = graphed(x, ends)
+    ends.copy_(torch.tensor([0, 1, 2, 2, 2]))
+    with pytest.raises(ReplayError, match="write the next batch, after the backward"):
+        y.sum().backward()
+    del y
+    assert_equal(gradients(graphed, x, ends.copy_(cu), scale), expected)
+    captured(graphed, 3, backwards=2)
+
+
+class Doubled(nn.Module):
+    """Its backward reads its first output."""
+
+    def forward(self, x, cu_seqlens):
+        y = x.tanh()
+        return y, 2 * y
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_view_of_an_output_written_before_the_backward_is_an_error_and_a_copy_is_none(device, copies):
+    graphed = capture(Doubled(), TIER, num_warmup_iters=1, copy_outputs=copies)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    first, second = graphed(x, cu)
+    first.detach().zero_()
+    if copies:
+        assert_equal(torch.autograd.grad(second.sum(), x), torch.autograd.grad(graphed.block(x, cu)[1].sum(), x))
+    else:
+        with pytest.raises(ReplayError, match="view of an output was modified in place"):
+            second.sum().backward()
+    captured(graphed, 1, backwards=int(copies))
 
 
 def test_a_buffer_that_the_forward_writes_itself_is_none(device):
