@@ -91,6 +91,37 @@ def test_a_view_of_an_output_written_before_the_backward_is_an_error_and_a_copy_
     captured(graphed, 1, backwards=int(copies))
 
 
+class Grows(nn.Module):
+    """Keeps a table of as many rows as it has met, which a longer input replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = [torch.zeros(0)]
+
+    def forward(self, x, cu_seqlens):
+        rows = x.shape[1]
+        if len(self.tables[0]) < rows:
+            self.tables[0] = torch.arange(rows, device=x.device).float()
+        return x * self.tables[0][:rows, None]
+
+
+def test_a_table_that_a_larger_eager_call_replaces_is_kept_for_the_graphs(device):
+    graphed = capture(Grows(), TIER, num_warmup_iters=1)
+    (x, cu), (large, ends) = (pack(lengths, device, requires_grad=True) for lengths in ((5, 3), (25,)))
+    scale, rows = torch.ones((), device=device), torch.arange(8, device=device)[:, None]
+    y, dx = gradients(graphed, x, cu, scale)
+    read, = graphed.block.tables
+    assert torch.equal(gradients(graphed, large, ends, scale)[1], graphed.block.tables[0][:, None].expand(1, 25, 8))
+    kept = [t for mode in graphed._modes.values() for pairs in mode.pairs.values() for pair in pairs for t in pair.keeps]
+    assert len(read) == 24 and any(t is read for t in kept) and graphed.block.tables[0] is not read
+    del read, kept
+    others = [torch.full((24,), 7.0, device=device) for _ in range(64)]  # in memory that was freed, if any was
+    for found, expected in zip(gradients(graphed, x, cu, scale), (x.detach() * rows, rows.expand(1, 8, 8)), strict=True):
+        assert torch.equal(found, expected.to(found.dtype)) and len(others) == 64
+    assert torch.equal(y, x.detach() * rows) and torch.equal(dx, rows.expand(1, 8, 8).float())
+    captured(graphed, 2, backwards=2, TierOverflow=1)
+
+
 def test_a_buffer_that_the_forward_writes_itself_is_none(device):
     turned = capture(Turned().to(device), TIER, slots=2, num_warmup_iters=1)
     x, cu = pack((5, 3), device, requires_grad=True)
