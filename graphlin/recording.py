@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graphlin.backends import Graph
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
@@ -286,6 +286,8 @@ class _Recording:
     def _forward(self, inputs: list, seen: list[torch.Size] | None) -> Pair:
         versions = [static._version for static in self.statics]
         buffers = [(b, b._version) for b in self.graphed.block.buffers() if not b.is_inference()]
+        plain = [t for module in self.graphed.block.modules() for t in tree_leaves(vars(module))
+                 if isinstance(t, torch.Tensor) and t.grad_fn is None]
         with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
@@ -303,7 +305,7 @@ class _Recording:
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
         rebuild = itemgetter(0) if isinstance(out, torch.Tensor) else partial(_rebuild, spec, template, places)
         pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors], rebuild,
-                    self.copy_outputs)
+                    self.copy_outputs, keeps=plain)
         if any(output.differentiable for output in outputs):
             self._backward(pair, tensors)
         return pair
@@ -328,7 +330,8 @@ class _Recording:
         pair.backward = graph
         pair.input_grads = list(zip(leaves, grads[:len(leaves)], strict=True))
         pair.param_grads, pair.params = list(grads[len(leaves):]), list(self.mode.grad_params)
-        pair.reads = [*self.graphed.block.parameters(), *self._only_read, *(copy.static for _, copy, _ in pair.inputs)]
+        pair.reads = [*self.graphed.block.parameters(), *self._only_read, *(copy.static for _, copy, _ in pair.inputs),
+                      *(() if pair.static_cu is None else (pair.static_cu,)), *(() if pair.copy_outputs else pair.static_outputs)]
 
     def _check_used(self, grads: Sequence[torch.Tensor | None]) -> None:
         wanted = [*(self.layout.leaves[i].name for i in self.mode.grad_leaves),

@@ -30,7 +30,8 @@ class Pair:
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
     backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
     those that require grad, and `reads` what the backward may read of the caller's: all parameters, the buffers that the
-    forward does not write itself, and the static inputs.
+    forward does not write itself, the static inputs with cu_seqlens, and static outputs of which the caller has views.
+    `keeps` are the plain tensors of the block (a cached table), which the graphs may read after the block has let go of them.
 
     Once recorded, the tensors that the graphs alone write (`static_outputs`, unless a caller may hold views of them, and the
     gradients) do not keep their memory: the graphs do, and later captures in the slot's pool use it again.
@@ -50,6 +51,7 @@ class Pair:
     param_grads: list[torch.Tensor | None] = field(default_factory=list)
     params: list[torch.nn.Parameter] = field(default_factory=list)
     reads: list[torch.Tensor] = field(default_factory=list)
+    keeps: list[torch.Tensor] = field(default_factory=list)
     closed: bool = False
 
     def copy_in(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -92,7 +94,7 @@ class Pair:
     def reset(self) -> None:
         """Lets go of the graphs, and of tensors whose memory goes with them."""
         self.closed = True
-        self.static_outputs, self.input_grads, self.param_grads = [], [], []
+        self.static_outputs, self.input_grads, self.param_grads, self.keeps = [], [], [], []
         self.forward.reset()
         if self.backward is not None:
             self.backward.reset()
@@ -131,8 +133,9 @@ class Run:
                               "forward's values for one backward only. Call the block itself, graphed.block(...), "
                               "where retain_graph=True is needed.")
         if pair.version() != self._version:
-            raise ReplayError("a parameter, buffer or static input was modified in place between the forward and its backward, "
-                              "which would use the new values; step the optimizer, or write the next batch, after the backward")
+            raise ReplayError("a parameter, buffer, static input or view of an output was modified in place between the forward "
+                              "and its backward, which would use the new values; step the optimizer, or write the next batch, "
+                              "after the backward")
         waiting = iter(pair.grads)
         for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
             if output.differentiable:

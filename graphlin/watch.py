@@ -9,6 +9,7 @@ from torch.nn.modules import module as nn_module
 
 from graphlin.errors import StaleAddress
 
+_dtype = operator.attrgetter("dtype")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -22,7 +23,7 @@ def hooks_of(block: nn.Module) -> Iterator[tuple[str, dict]]:
 
 
 class Watch:
-    """Where a block's submodules, parameters, buffers and hooks lay when its graphs were captured."""
+    """Where a block's submodules, parameters, buffers and hooks lay, and as what, when its graphs were captured."""
 
     def __init__(self, block: nn.Module) -> None:
         self.attributes = [vars(module) for module in block.modules()]  # `training` among them
@@ -38,6 +39,7 @@ class Watch:
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
+        self._dtypes = [t.dtype for t in self._tensors]                    # a cast there and back may end at the same address
         self._sizes = [t.size() for t in self._tensors]
         self._dense = [t for t in self._tensors if t.is_contiguous()]      # then the sizes tell the strides
         self._strided = [t for t in self._tensors if not t.is_contiguous()]
@@ -51,6 +53,7 @@ class Watch:
                 and list(map(len, self._filled)) == self._counts
                 and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+                and list(map(_dtype, self._tensors)) == self._dtypes
                 and list(map(torch.Tensor.size, self._tensors)) == self._sizes
                 and all(map(torch.Tensor.is_contiguous, self._dense))
                 and list(map(torch.Tensor.stride, self._strided)) == self._strides)

@@ -9,7 +9,7 @@ from graphlin.errors import HostSync, ReplayError
 from graphlin.price import price
 from graphlin.tier import Tier
 from graphlin.verify import verify
-from tests.blocks import Mixer, captured, pack
+from tests.blocks import Mixer, assert_equal, captured, gradients, pack
 
 TIER = Tier(24, 4)
 
@@ -38,7 +38,7 @@ def test_a_buffer_written_before_the_backward_is_an_error(device, turned):
     y = turned(x, cu)
     with torch.no_grad():
         turned.block.cos.mul_(3)
-    with pytest.raises(ReplayError, match="a parameter, buffer or static input was modified in place"):
+    with pytest.raises(ReplayError, match="a parameter, buffer, static input or view of an output was modified in place"):
         y.sum().backward()
 
 
@@ -51,6 +51,75 @@ def test_a_static_input_written_before_the_backward_is_an_error(device, turned):
     with pytest.raises(ReplayError, match="write the next batch, after the backward"):
         y.sum().backward()
     captured(turned, 1, backwards=0)
+
+
+def test_static_lengths_written_before_the_backward_are_an_error(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((2, 3, 2, 1), device, requires_grad=True)
+    scale = torch.ones((), device=device)
+    ends = graphed.static_inputs(x, cu)["cu_seqlens"].copy_(cu)
+    expected = gradients(graphed.block, x, cu, scale)
+    assert_equal(gradients(graphed, x, ends, scale), expected)
+    y = graphed(x, ends)
+    ends.copy_(torch.tensor([0, 1, 2, 2, 2]))
+    with pytest.raises(ReplayError, match="write the next batch, after the backward"):
+        y.sum().backward()
+    del y
+    assert_equal(gradients(graphed, x, ends.copy_(cu), scale), expected)
+    captured(graphed, 3, backwards=2)
+
+
+class Doubled(nn.Module):
+    """Its backward reads its first output."""
+
+    def forward(self, x, cu_seqlens):
+        y = x.tanh()
+        return y, 2 * y
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_view_of_an_output_written_before_the_backward_is_an_error_and_a_copy_is_none(device, copies):
+    graphed = capture(Doubled(), TIER, num_warmup_iters=1, copy_outputs=copies)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    first, second = graphed(x, cu)
+    first.detach().zero_()
+    if copies:
+        assert_equal(torch.autograd.grad(second.sum(), x), torch.autograd.grad(graphed.block(x, cu)[1].sum(), x))
+    else:
+        with pytest.raises(ReplayError, match="view of an output was modified in place"):
+            second.sum().backward()
+    captured(graphed, 1, backwards=int(copies))
+
+
+class Grows(nn.Module):
+    """Keeps a table of as many rows as it has met, which a longer input replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = [torch.zeros(0)]
+
+    def forward(self, x, cu_seqlens):
+        rows = x.shape[1]
+        if len(self.tables[0]) < rows:
+            self.tables[0] = torch.arange(rows, device=x.device).float()
+        return x * self.tables[0][:rows, None]
+
+
+def test_a_table_that_a_larger_eager_call_replaces_is_kept_for_the_graphs(device):
+    graphed = capture(Grows(), TIER, num_warmup_iters=1)
+    (x, cu), (large, ends) = (pack(lengths, device, requires_grad=True) for lengths in ((5, 3), (25,)))
+    scale, rows = torch.ones((), device=device), torch.arange(8, device=device)[:, None]
+    y, dx = gradients(graphed, x, cu, scale)
+    read, = graphed.block.tables
+    assert torch.equal(gradients(graphed, large, ends, scale)[1], graphed.block.tables[0][:, None].expand(1, 25, 8))
+    kept = [t for mode in graphed._modes.values() for pairs in mode.pairs.values() for pair in pairs for t in pair.keeps]
+    assert len(read) == 24 and any(t is read for t in kept) and graphed.block.tables[0] is not read
+    del read, kept
+    others = [torch.full((24,), 7.0, device=device) for _ in range(64)]  # in memory that was freed, if any was
+    for found, expected in zip(gradients(graphed, x, cu, scale), (x.detach() * rows, rows.expand(1, 8, 8)), strict=True):
+        assert torch.equal(found, expected.to(found.dtype)) and len(others) == 64
+    assert torch.equal(y, x.detach() * rows) and torch.equal(dx, rows.expand(1, 8, 8).float())
+    captured(graphed, 2, backwards=2, TierOverflow=1)
 
 
 def test_a_buffer_that_the_forward_writes_itself_is_none(device):
@@ -175,3 +244,79 @@ def test_verify_runs_captured_parts_as_they_are(device):
     report = verify(capture(Outer(inner), TIER, num_warmup_iters=1), x, cu)
     assert report.ok, report
     assert inner.stats.replays == 0 and not inner.stats.eager
+
+
+class Halves(nn.Module):
+    """A parameter and a buffer of 16 bits, whose bits are another number in the other such dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8).half())
+        self.register_buffer("cos", torch.rand(8).half())
+
+    def forward(self, x, cu_seqlens):
+        return x * self.weight.float() + self.cos.float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["weight", "cos"])
+def test_a_tensor_of_another_dtype_at_the_same_address_is_noticed(device, name):
+    """As a cast there and back may leave it, where the allocator hands out the first memory again."""
+    graphed = capture(Halves().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    before, tensor = graphed(x, cu), getattr(graphed.block, name)
+    tensor.data = tensor.data.view(torch.bfloat16)
+    found = graphed(x, cu)
+    assert torch.equal(found, graphed.block(x, cu)) and not torch.equal(found, before)
+    captured(graphed, 1, StaleAddress=1)
+    graphed.refresh()
+    assert torch.equal(graphed(x, cu), found)
+    captured(graphed, 2, StaleAddress=1)
+
+
+@torch.no_grad()
+def test_a_block_cast_after_its_capture_is_noticed(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    graphed.to(torch.float64)
+    assert torch.equal(graphed(x.double(), cu), graphed.block(x.double(), cu))
+    captured(graphed, 1, StaleAddress=1)
+
+
+@torch.no_grad()
+def test_inputs_of_another_dtype_are_a_mode_of_their_own(device):
+    graphed = capture(Halves().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float64):
+        found = graphed(x.to(dtype), cu)
+        assert found.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(found, graphed.block(x.to(dtype), cu))
+    captured(graphed, 4)
+    assert graphed.stats.captures == 3
+
+
+def test_the_mode_of_one_submodule_counts(device):
+    """Dropout in evaluation inside a block in training, as where a part is frozen."""
+    graphed = capture(Mixer(dropout=0.5).to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu).sum().backward()
+    graphed.block.dropout.eval()
+    assert graphed.training and graphed.block.training
+    for _ in range(2):
+        torch.testing.assert_close(graphed(x, cu), graphed.block(x, cu))
+    captured(graphed, 3, backwards=1)
+    assert graphed.stats.captures == 2
+
+
+@torch.no_grad()
+def test_autocast_to_each_dtype_is_a_mode_of_its_own(device):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast(device.type, dtype=dtype):
+            found, expected = graphed(x, cu), graphed.block(x, cu)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    captured(graphed, 3)
+    assert graphed.stats.captures == 2

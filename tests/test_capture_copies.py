@@ -103,3 +103,28 @@ def test_two_threads_may_make_the_first_call(device, slots):
         assert_equal(found[i], gradients(block, *call, scale))
     stats = graphed.stats
     assert stats.captures == slots and stats.replays == stats.backward_replays == 2 - stats.eager["SlotInUse"] >= slots
+
+
+def test_threads_that_replay_at_once_have_their_own_results(device):
+    """The slots are there already; each thread has one, whichever, and finds its own rows and gradients in it."""
+    graphed = capture(Mixer().to(device), TIER, slots=2, num_warmup_iters=1)
+    calls = [[pack(lengths, device, requires_grad=True) for lengths in ((5, 3), (2 + i, 7), (24,), (1, 0, i))] for i in (0, 1)]
+    scale, found = torch.ones((), device=device), [[], []]
+    gradients(graphed, *calls[0][0], scale)
+    begins = threading.Barrier(2)
+
+    def run(i):
+        begins.wait()
+        for _ in range(5):
+            found[i] += [gradients(graphed, *call, scale) for call in calls[i]]
+    threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in (0, 1):
+        expected = [gradients(graphed.block, *call, scale) for call in calls[i]]
+        assert len(found[i]) == 20
+        for n, results in enumerate(found[i]):
+            assert_equal(results, expected[n % 4])
+    captured(graphed, 41, backwards=41)

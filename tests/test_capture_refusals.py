@@ -185,3 +185,27 @@ def test_nothing_of_a_failed_ladder_is_left(device):
             graphed(x, cu)
         assert graphed.held_bytes() == 0 and graphed.memory() == []
     block(x, cu).sum().backward()
+
+
+BACKWARD_HOOKS = {
+    "backward hook": lambda module: module.register_full_backward_hook(lambda module, grads, outs: (2 * grads[0],)),
+    "backward pre-hook": lambda module: module.register_full_backward_pre_hook(lambda module, outs: (2 * outs[0],)),
+}
+
+
+@pytest.mark.parametrize("register", BACKWARD_HOOKS.values(), ids=BACKWARD_HOOKS)
+def test_a_backward_hook_inside_is_noticed_and_refused(device, register):
+    graphed = capture(Mixer().to(device), TIER, num_warmup_iters=1)
+    x, cu = pack((5, 3), device, requires_grad=True)
+    scale = torch.ones((), device=device)
+    plain = gradients(graphed, x, cu, scale)
+    handle = register(graphed.block.leave)
+    found = gradients(graphed, x, cu, scale)
+    assert_equal(found, gradients(graphed.block, x, cu, scale))
+    torch.testing.assert_close(found[1], 2 * plain[1])                   # so the hook ran
+    captured(graphed, 1, backwards=1, StaleAddress=1)
+    with pytest.raises(UnsupportedModule, match="leave has a hook, .*never at a replay. Remove it, or register it on what"):
+        capture(graphed.block, TIER)
+    handle.remove()
+    assert_equal(gradients(graphed, x, cu, scale), plain)
+    captured(graphed, 2, backwards=2, StaleAddress=1)

@@ -1,5 +1,7 @@
 """What is refused, in which words, and that the block works afterwards."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -328,3 +330,24 @@ def test_a_sparse_tensor_is_named(device):
 def test_every_error_is_a_graphlin_error():
     assert issubclass(HostSync, CaptureError) and issubclass(CaptureError, GraphlinError)
     assert issubclass(GraphlinError, RuntimeError)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_garbage_collection_and_the_cast_cache_stay_off_where_they_were(device, grad):
+    """As the caller left them, after a capture and after one that fails."""
+    x, cu = pack((5, 3), device)
+    graphed, failing = capture(Mixer().to(device), TIER), capture(Fails(READS["item"]).to(device), TIER)
+    collects, caches = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.set_grad_enabled(grad):
+            assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+            with pytest.raises(HostSync):
+                failing(x, cu)
+        assert not gc.isenabled() and not torch.is_autocast_cache_enabled()
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        if collects:
+            gc.enable()
+    captured(graphed, 1)

@@ -253,6 +253,26 @@ def test_a_budget_names_the_tiers_to_drop():
     check_budget(price(layer, tiers).total, tiers, lambda some: price(layer, some))
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_refused_ladder_names_the_tiers_whose_absence_would_do(device, slots, monkeypatch):
+    backend, begun = get_backend(device), []
+    capture_of_device = backend.capture
+    monkeypatch.setattr(backend, "capture", lambda **options: begun.append(options) or capture_of_device(**options))
+    block, (x, cu) = Mixer().to(device), pack((5, 3), device)
+    tiers = sorted(LADDER, key=lambda tier: -tier.tokens)
+    for dropped, named in ((1, "Drop 48 x 6: the others hold"), (2, "Drop 48 x 6, 24 x 4: the others hold")):
+        budget = slots * price(block, tiers[dropped:], (x, cu)).total
+        graphed = capture(block, LADDER, budget=budget, slots=slots)
+        with pytest.raises(Resource, match=named):
+            graphed(x, cu)
+        assert not begun and graphed.held_bytes() == 0 and graphed.stats.captures == 0
+        advised = capture(block, tiers[dropped:], (x, cu), budget=budget, slots=slots)
+        assert advised.held_bytes() > 0 and exact(device, budget, advised.held_bytes())
+        advised(x, cu).sum().backward()
+        captured(advised, 1, backwards=1)
+        begun.clear()
+
+
 def test_a_mode_that_passes_the_budget_is_refused_at_its_first_call(device):
     block, (x, cu) = Mixer().to(device), pack((5, 3), device)
     with torch.no_grad():

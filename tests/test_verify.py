@@ -94,6 +94,11 @@ def test_a_call_that_cannot_be_replayed_says_why(device):
         verify(graphed, *pack((25,), device))
 
 
+def test_what_is_no_captured_block_is_named(device):
+    with pytest.raises(TypeError, match="graphed: expected what graphlin.capture returns, found Mixer"):
+        verify(Mixer(), *pack((5, 3), device))
+
+
 def test_every_tier_and_free_slot_is_replayed(device):
     tiers = Tier(16, 4), Tier(24, 4), Tier(40, 6)
     graphed = capture(Mixer().to(device), tiers, slots=3)

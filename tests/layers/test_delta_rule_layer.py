@@ -52,13 +52,12 @@ def run(layer, hidden, cu, call=None):
     return y.detach(), gradients(layer)
 
 
-@each_variant
-def test_equals_the_float64_layer(device, case, options):
-    layer = case.make(device, **options)
-    cu = cumulative(device, 0, 2, 2, 23)
-    hidden = make_hidden(layer, 23).requires_grad_()
-    states = tuple(s.requires_grad_() for s in make_states(layer, 3))
-    y, final = layer(hidden, cu, initial_state=states, output_final_state=True)
+def assert_equals_the_float64_layer(case, layer, call, cu):
+    """Outputs, final states and all gradients of call(hidden, cu, ...), of as many tokens as `cu` tells."""
+    tokens, seqs = cu[-1].item(), len(cu) - 1
+    hidden = make_hidden(layer, tokens).requires_grad_()
+    states = tuple(s.requires_grad_() for s in make_states(layer, seqs))
+    y, final = call(hidden, cu, initial_state=states, output_final_state=True)
     weights = weights_for([y, *final])
     backward_through([y, *final], weights)
 
@@ -75,6 +74,12 @@ def test_equals_the_float64_layer(device, case, options):
         assert_close_rms("dh0", ours.grad, theirs.grad, torch.float32)
     for name, parameter in layer.named_parameters():
         assert_close_rms(tolerance_name(name), parameter.grad, p[name].grad, torch.float32)
+
+
+@each_variant
+def test_equals_the_float64_layer(device, case, options):
+    layer = case.make(device, **options)
+    assert_equals_the_float64_layer(case, layer, layer, cumulative(device, 0, 2, 2, 23))
 
 
 @each_layer
@@ -222,6 +227,17 @@ def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device
         assert not dx[:, values[-1]:].any() and not y[:, values[-1]:].any()
         for name, gradient in found.items():
             assert torch.equal(gradient, expected_gradients[name]), (name, values)
+    assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (3, 3, {})
+
+
+@each_layer
+def test_replays_of_a_captured_layer_equal_the_float64_layer(device, case):
+    """Three packs in one graph, forward and backward, with states."""
+    layer = case.make(device, num_v_heads=1)
+    graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
+    for ends in ((0, 2, 2, 23), (0, 12, 31), (0, 32)):
+        layer.zero_grad()
+        assert_equals_the_float64_layer(case, layer, graphed, cumulative(device, *ends))
     assert (graphed.stats.replays, graphed.stats.backward_replays, graphed.stats.eager) == (3, 3, {})
 
 

@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graphlin.capture import capture
+from graphlin.tier import Tier
+from tests.blocks import captured
 from tests.inputs import GDN, KDA, each_rule, gdn_inputs, gdn_upstream, guarded, in_float64, run
 from tests.ops.standard_check import standard_check
 from tests.tolerances import assert_close_rms
@@ -16,6 +19,31 @@ from tests.tolerances import assert_close_rms
 def test_uneven_pairs_with_slack(device, rule, lengths, chunk_size):
     """`[0,1,128]`, `[0,65,128]`, `[0,64,64]` with T=128 and slack that is not zero."""
     standard_check(rule(lengths=lengths, slack=128 - sum(lengths), HV=1, chunk_size=chunk_size), device)
+
+
+class Op(torch.nn.Module):
+    """The op of a problem as a block; its arguments are the block's, parameters of the gate among them."""
+
+    def __init__(self, problem):
+        super().__init__()
+        self.problem = problem
+
+    def forward(self, q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices=None):
+        return self.problem.op(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+                               **self.problem.op_options)
+
+
+@each_rule
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_uneven_pairs_with_slack_in_one_graph(device, rule, chunk_size):
+    """Those of the test above, replayed in turn in a tier of 128 tokens and 2 sequences."""
+    graphed = capture(Op(rule(HV=1, chunk_size=chunk_size)), Tier(128, 2, chunk_size), num_warmup_iters=1)
+    for lengths in ((1, 127), (65, 63), (64, 0)):
+        problem = rule(lengths=lengths, slack=128 - sum(lengths), HV=1, chunk_size=chunk_size)
+        results = standard_check(problem, device, op=graphed)
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert results[name].shape[1] == 128 and not results[name][:, sum(lengths):].any(), name
+    captured(graphed, 3, backwards=3)
 
 
 @each_rule
