@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import chunk_slot, keep, row_mask, sequence
+from graphlin.kernels.common import chunk_slot, row_mask, sequence
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.delta_recurrence import _load_state, _row_scales
+from graphlin.kernels.delta_recurrence import chunk_scales, load_state, next_state, previous_gradient, value_gradient
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -51,7 +51,7 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_H0:
         if is_offset & (both == 0):
-            b_s += _load_state(h0, i_n * HV + i_hv, o_k, o_r, K, V, V_FIRST)
+            b_s += load_state(h0, i_n * HV + i_hv, o_k, o_r, K, V, V_FIRST)
     if TRANSITION:
         if i_r >= NV:
             b_s += tl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
@@ -68,16 +68,8 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
         b_at = tl.trans(tl.load(A + p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]))                   # [BT, BT]
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(b_s.to(b_k.dtype), tl.trans(b_k), input_precision=PREC)
-        if PER_CHANNEL:
-            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
-            b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-            b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
-            b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
-        else:
-            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
-            b_read, b_write, _ = _row_scales(scales, p, BT)
-            b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-            b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
+        b_decay, b_read, b_write, _ = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
+        _, b_s = next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL, PREC)
     ROWS: tl.constexpr = V + K if TRANSITION else V
     p_m = (tl.cast(i_hv, tl.int64) * ROWS + tl.where(is_offset, 0, V)) * K
     m_m = row_mask(o_r < tl.where(is_offset, V, K), o_k, K, BK)
@@ -101,7 +93,7 @@ def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N
     b_r = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_DHT:
         if both == 0:
-            b_r += _load_state(dht, i_n * HV + i_hv, o_k, o_v, K, V, V_FIRST)
+            b_r += load_state(dht, i_n * HV + i_hv, o_k, o_v, K, V, V_FIRST)
     NC = (n + BT - 1) // BT
     for i in range(0, NC):
         i_t = NC - 1 - i
@@ -115,23 +107,10 @@ def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N
         b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
         b_dot = tl.trans(tl.load(do + p_v, mask=row_mask(m_t, o_v, V, BV), other=0.))                    # [BV, BT]
         b_ro = b_r.to(b_k.dtype)
-        if PER_CHANNEL:
-            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
-            b_de = tl.dot(b_ro, tl.trans(tl.load(kw + p_k, mask=m_tk, other=0.)), input_precision=PREC)  # [BV, BT]
-        else:
-            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
-            b_read, b_write, b_out = _row_scales(scales, p, BT)
-            b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
-        b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
-        b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
+        b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
+        b_dv = value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL, PREC, COPY_LHS)
         b_q = tl.load(q + p_k, mask=m_tk, other=0.)
-        if PER_CHANNEL:
-            b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
-            b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
-        else:
-            b_qs = (b_dot.to(tl.float32) * b_out[None, :]).to(b_q.dtype)
-            b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
-            b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+        b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
     p_m = tl.cast(i_hv, tl.int64) * (V * K)
     tl.store(maps + p_m + o_v[:, None] * K + o_k[None, :], b_r, mask=row_mask(o_v < V, o_k, K, BK))
 

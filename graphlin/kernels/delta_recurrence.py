@@ -21,7 +21,7 @@ from graphlin.kernels.packing import Packing
 
 
 @triton.jit
-def _load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def load_state(p_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """A tile of an `[N, HV, K, V]` (or `[N, HV, V, K]`) state, transposed: [BV, BK] float32."""
     p = p_h + tl.cast(i_nh, tl.int64) * (K * V)
     if V_FIRST:
@@ -42,10 +42,57 @@ def _store_state(p_h, b_h, i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_F
 
 
 @triton.jit
-def _row_scales(scales, p, BT: tl.constexpr):
-    """Scales of the rows of one chunk that are read with k, written and output, [BT] each."""
-    p_r = scales + p * (3 * BT) + tl.arange(0, BT)
-    return tl.load(p_r), tl.load(p_r + BT), tl.load(p_r + 2 * BT)
+def chunk_scales(G, scales, p, o_k, K: tl.constexpr, BT: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """What a chunk decays S and R by, and the scales `[BT]` of its rows that are read with k, written and output (PER_CHANNEL:
+    none, q, k and kw hold them)."""
+    if PER_CHANNEL:
+        b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
+        b_read, b_write, b_out = b_decay, b_decay, b_decay
+    else:
+        b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
+        p_r = scales + p * (3 * BT) + tl.arange(0, BT)
+        b_read, b_write, b_out = tl.load(p_r), tl.load(p_r + BT), tl.load(p_r + 2 * BT)
+    return b_decay, b_read, b_write, b_out
+
+
+@triton.jit
+def next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL: tl.constexpr,
+               PREC: tl.constexpr):
+    """E, transposed, and S after a chunk, from (A V)ᵀ and z = Sᵀ kᵀ."""
+    if PER_CHANNEL:
+        b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
+        b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
+        b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
+    else:
+        b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
+        b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
+    return b_e, b_s
+
+
+@triton.jit
+def value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr,
+                   COPY_LHS: tl.constexpr):
+    """dV of a chunk, transposed: [BV, BT]."""
+    if PER_CHANNEL:
+        b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                    # [BT, BK]
+        b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                        # [BV, BT]
+    else:
+        b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
+    b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
+    return tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
+
+
+@triton.jit
+def previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
+    """R before a chunk."""
+    if PER_CHANNEL:
+        b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
+        b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+    else:
+        b_qs = (b_dot.to(tl.float32) * b_out[None, :]).to(b_q.dtype)
+        b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
+        b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+    return b_r
 
 
 @triton.jit
@@ -63,7 +110,7 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
     o_v = i_v * BV + tl.arange(0, BV)
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_H0:
-        b_s += _load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
+        b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
     for i_t in range(0, (n + BT - 1) // BT):
         row = bos + i_t * BT
         p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
@@ -76,24 +123,14 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
         b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
         b_v = tl.load(v + p_v, mask=m_tv, other=0.)                                                      # [BT, BV]
         b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
-        if PER_CHANNEL:
-            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
-        else:
-            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
-            b_read, b_write, b_out = _row_scales(scales, p, BT)
+        b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
         b_so = b_s.to(k.dtype.element_ty)
         if not OUTPUT:
             p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
             tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC)
-        if PER_CHANNEL:
-            b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-            b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
-            b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
-        else:
-            b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-            b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
+        b_e, b_s = next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL, PREC)
         if OUTPUT:
             b_q = tl.load(q + p_k, mask=m_tk, other=0.)
             b_p = tl.load(P + p_c)
@@ -123,7 +160,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
     o_v = i_v * BV + tl.arange(0, BV)
     b_r = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_DHT:
-        b_r += _load_state(dht, i_nh, o_k, o_v, K, V, V_FIRST)
+        b_r += load_state(dht, i_nh, o_k, o_v, K, V, V_FIRST)
     NC = (n + BT - 1) // BT
     for i in range(0, NC):
         i_t = NC - 1 - i
@@ -140,25 +177,11 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
         b_ro = b_r.to(k.dtype.element_ty)
         p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
         tl.store(Rt + p_s, b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
-        if PER_CHANNEL:
-            b_decay = tl.exp2(tl.load(G + p * K + o_k, mask=o_k < K, other=0.))[None, :]
-            b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                # [BT, BK]
-            b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                    # [BV, BT]
-        else:
-            b_decay = tl.exp2(tl.load(G + p * BT + BT - 1))
-            b_read, b_write, b_out = _row_scales(scales, p, BT)
-            b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
-        b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
-        b_dv = tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
+        b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
+        b_dv = value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL, PREC, COPY_LHS)
         tl.store(dv + p_v, tl.trans(b_dv).to(dv.dtype.element_ty), mask=m_tv)
         b_q = tl.load(q + p_k, mask=m_tk, other=0.)
-        if PER_CHANNEL:
-            b_r = tl.dot(b_dot, b_q, b_r * b_decay, input_precision=PREC)
-            b_r = tl.dot((-b_dv).to(b_k.dtype), b_k, b_r, input_precision=PREC)
-        else:
-            b_qs = (b_dot.to(tl.float32) * b_out[None, :]).to(b_q.dtype)
-            b_r = tl.dot(b_qs, b_q, b_r * b_decay, input_precision=PREC)
-            b_r = tl.dot((-b_dv * b_read[None, :]).to(b_k.dtype), b_k, b_r, input_precision=PREC)
+        b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
     if STORE_DH0:
         _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
 
