@@ -14,10 +14,14 @@ def check_group(group: object) -> None:
         raise TypeError(f"group: expected a torch.distributed process group that this rank is in, found {group!r}")
 
 
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """What exchanges the tensors of each type of device: cpu -> gloo, cuda -> nccl, …"""
+    return dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+
+
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where tensors lie that ranks exchange for the host: on the CPU if the group has a backend for it, else on `device`."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    return torch.device("cpu") if "cpu" in backends else device
+    return torch.device("cpu") if "cpu" in backends_of(group) else device
 
 
 def gather_ranks(group: dist.ProcessGroup, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -77,12 +77,15 @@ def context_parallel(group: dist.ProcessGroup | None, cu_seqlens_global: torch.T
 
 
 def _check_values(cu_seqlens: torch.Tensor, token_offsets: torch.Tensor) -> None:
+    last = []
     for name, x in (("cu_seqlens_global", cu_seqlens), ("token_offsets", token_offsets)):
         values = read_values(name, x, "validate=True")
+        last.append(values[-1])
         if values[0] != 0:
             raise ValueError(f"{name}: expected to start at 0, found {values[0]}")
         for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
             if b < a:
                 raise ValueError(f"{name}: expected values that never decrease, found {a} then {b} at index {i + 1}")
-    if (tokens := int(cu_seqlens[-1])) > (held := int(token_offsets[-1])):
+    tokens, held = last
+    if tokens > held:
         raise ValueError(f"token_offsets: expected to end at or after the last token, {tokens}, found {held}")

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from graphlin.agreement import gather_ranks, host_device
+from graphlin.agreement import backends_of, gather_ranks, host_device
 from graphlin.backends import get_backend
 from graphlin.errors import UnsupportedModule
 
@@ -17,10 +17,10 @@ _agreed: WeakKeyDictionary = WeakKeyDictionary()   # process group -> what its r
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the group's backend for tensors of a device: gloo, nccl, hccl, …; raises ValueError where it has none."""
-    config = dist.get_backend_config(group)
-    backends = dict(each.split(":") for each in config.split(","))
+    backends = backends_of(group)
     if device.type not in backends:
-        raise ValueError(f"group: expected a process group with a backend for tensors on {device.type}, found one for {config}")
+        raise ValueError(f"group: expected a process group with a backend for tensors on {device.type}, found one for "
+                         f"{dist.get_backend_config(group)}")
     return backends[device.type]
 
 
