@@ -19,7 +19,7 @@ import torch
 import graphlin
 from graphlin.backends import get_backend
 
-BURST, BURSTS, AWAKE = 12, 80, 4  # the first calls of a burst find the host's caches cold
+BURST, BURSTS, AWAKE = 4, 200, 1  # the first call of a burst finds caches cold; a device holds few graphs that wait
 
 
 class IdleBackend:
