@@ -27,8 +27,8 @@ def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl
                    L2: tl.constexpr):
     """r_q and r_k of HB rows."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    b_q = tl.zeros([HB, BK], dtype=tl.float32)
-    b_k = tl.zeros([HB, BK], dtype=tl.float32)
+    b_q = tl.zeros([HB], dtype=tl.float32)
+    b_k = tl.zeros([HB], dtype=tl.float32)
     if L2:
         for i_k in range(0, NK):
             o_k = i_k * BK + tl.arange(0, BK)
@@ -36,9 +36,9 @@ def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl
             m = row_mask(m_t, o_k, K, BK)
             x_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                        # [HB, BK]
             x_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
-            b_q += x_q * x_q
-            b_k += x_k * x_k
-    return inverse_norm(tl.sum(b_q, 1), L2), inverse_norm(tl.sum(b_k, 1), L2)
+            b_q += tl.sum(x_q * x_q, 1)
+            b_k += tl.sum(x_k * x_k, 1)
+    return inverse_norm(b_q, L2), inverse_norm(b_k, L2)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
             tl.store(rk + p_r + HB, rk_1)
     p_g = (row * HV + i_hv) * K
     rate = decay_rate(A_log, i_hv)
-    if SAFE and SUMS > 0 and HB == 32:
+    if (SAFE and HB == 32) and SUMS > 0:
         n_00, m_00, n_10, m_10, n_11, m_11 = anchored_products(
             q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate, lower_bound,
             lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC, SUMS, FAST)
