@@ -1,7 +1,7 @@
 """Gated DeltaNet, the gradients of q, k, g and beta, in three launches that split by the tiles they hold.
 
 pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ, D = stril(Γ∘(s q kᵀ∘F − k kᵀ∘H)),
-    X = (s stril(Γ∘F) + diag(s F))B and W = −stril(Γ∘H)B, summed over the value heads of a key head, and the pairs' share of
+    X = (s stril(Γ∘F) + diag(s F))B and W = stril(Γ∘H)B, summed over the value heads of a key head, and the pairs' share of
     dg and dβ.
 states (C x K tiles): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ.
 finish: the l2 norm's, gate's and sigmoid's own gradients.
@@ -14,12 +14,13 @@ import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands, Prologue
-from graphlin.kernels.delta_products import error_products, state_products
+from graphlin.kernels.delta_products import error_products
 from graphlin.kernels.gates import (
     decay_matrix,
     decay_rate,
     gate_gradients,
     load_head_gates,
+    norm_gradient,
     norm_gradients,
     rate_gradient,
     strength_gradient,
@@ -80,10 +81,10 @@ def _pair_chunk(q, k, do, E, dv, G, b, rq, rk, xw, pv, i_n, i_t, i_h, cu, T, NS,
         tl.store(pv + p * (2 * BT) + o_c, tl.sum(b_d0 * b_b[None, :], 1) - b_b * b_cs)
         tl.store(pv + p * (2 * BT) + BT + o_c, b_cs + tl.sum(tl.where(eye, b_f, 0.0), 1) * b_qkd)
         b_xs += b_f * (b_b * scale)[None, :]
-        b_ws -= b_h * b_b[None, :]
+        b_ws += b_h * b_b[None, :]
     p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
-    tl.store(xw + p_c, b_xs)
-    tl.store(xw + p_c + BT * BT, b_ws + tl.trans(b_ws))
+    tl.store(xw + p_c, b_xs.to(xw.dtype.element_ty))
+    tl.store(xw + p_c + BT * BT, (b_ws + tl.trans(b_ws)).to(xw.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -103,11 +104,13 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
-def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
+def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
                  H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 BV: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+                 BV: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+    """One loop over value heads and V tiles, so that the loads of the next are on their way while one's products run."""
     R: tl.constexpr = HV // H
     NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
@@ -122,42 +125,56 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i
     b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    for i_r in range(0, R):
-        i_hv = i_h * R + i_r
+    for i in range(0, R * NV):
+        i_v = i % NV
+        i_hv = i_h * R + i // NV
         p = slot * HV + i_hv
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_tv = row_mask(m_t, o_v, V, BV)
+        m_s = row_mask(o_v < V, o_k, K, BK)
         p_v = (row * HV + i_hv) * V
-        p_s = p * (K * V)
+        o_x = o_c[:, None] * (HV * V) + o_v[None, :]
+        o_s = o_v[:, None] * K + o_k[None, :]
         b_G = tl.load(G + p * BT + o_c)
-        b_gl = tl.load(G + p * BT + BT - 1)
         b_eg = tl.exp2(b_G)
-        b_er, b_os, b_vs, b_sr = state_products(do, E, dv, St, Rt, p_v, p_s, i_k, m_t, HV, K, V, BT, BK, BV, PREC)
-        b_er = b_er * tl.exp2(b_gl - b_G)[:, None]
-        b_os = b_os * (b_eg * scale)[:, None]
-        b_vs = b_vs * b_eg[:, None]
-        b_dq += b_os
-        b_dk += b_er * tl.load(b + p * BT + o_c)[:, None] - b_vs
-        b_kf = b_k.to(tl.float32)
-        p_t = (i_k * NS + slot) * HV + i_hv
-        tl.store(pk + p_t * (2 * BT) + o_c, b_rk * tl.sum(b_kf * b_er, 1))
-        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_rq * tl.sum(b_q.to(tl.float32) * b_os, 1) - b_rk * tl.sum(b_kf * b_vs, 1))
-        tl.store(psr + p_t, tl.sum(b_sr, 0))
+        b_et = tl.exp2(tl.load(G + p * BT + BT - 1) - b_G)
+        b_b = tl.load(b + p * BT + o_c)
+        b_s = tl.load(St + p * (K * V) + o_s, mask=m_s, other=0.)                                                      # [BV, BK]
+        b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
+        p_t = ((i_k * NV + i_v) * NS + slot) * HV + i_hv
+        tl.store(psr + p_t, tl.sum(b_s.to(tl.float32) * b_r.to(tl.float32)))
+        b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC) * b_et[:, None]   # [BT, BK]
+        b_dk += b_x * b_b[:, None]
+        b_w = b_rk * tl.sum(b_k.to(tl.float32) * b_x, 1)
+        b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC) * (b_eg * scale)[:, None]
+        b_dq += b_x
+        b_a = b_rq * tl.sum(b_q.to(tl.float32) * b_x, 1)
+        b_x = tl.dot(tl.load(dv + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC) * b_eg[:, None]
+        b_dk -= b_x
+        b_a -= b_rk * tl.sum(b_k.to(tl.float32) * b_x, 1)
+        tl.store(pk + p_t * (2 * BT) + o_c, b_w)
+        tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
     p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
-    b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
-    b_ws = tl.load(xw + p_c + BT * BT)
+    b_xs = tl.load(xw + p_c).to(tl.float32)                                                              # [BT, BT]
+    b_ws = tl.load(xw + p_c + BT * BT).to(tl.float32)
     b_dq = tl.dot((b_xs * b_rk[None, :]).to(b_k.dtype), b_k, b_dq, input_precision=PREC)
-    b_dk = tl.dot((b_ws * b_rk[None, :]).to(b_k.dtype), b_k, b_dk, input_precision=PREC)
     b_dk = tl.dot(tl.trans((b_xs * b_rq[:, None]).to(b_q.dtype)), b_q, b_dk, input_precision=PREC)
-    p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
-    tl.store(dqk + p_w, b_dq)
-    tl.store(dqk + p_w + BT * NK * BK, b_dk)
+    b_dk -= tl.dot((b_ws * b_rk[None, :]).to(b_k.dtype), b_k, input_precision=PREC)
+    if NK == 1:
+        tl.store(dq + p_k, norm_gradient(b_dq, b_q, b_rq, L2).to(dq.dtype.element_ty), mask=m_tk)
+        tl.store(dk + p_k, norm_gradient(b_dk, b_k, b_rk, L2).to(dk.dtype.element_ty), mask=m_tk)
+    else:
+        p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
+        tl.store(dqk + p_w, b_dq)
+        tl.store(dqk + p_w + BT * NK * BK, b_dk)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
+def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
                         H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                        BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
-                        PREC: tl.constexpr):
-    """Tasks (chunk, key head, K tile), grid-stride."""
+                        BK: tl.constexpr, BV: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr,
+                        GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr):
+    """Tasks (chunk, key head, K tile), grid-stride. Writes dq, dk where a tile covers K, else their parts dqk."""
     NK: tl.constexpr = (K + BK - 1) // BK
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * NK), tl.num_programs(0)):
         i_n, i_t = chunk(chunks, i_task // (H * NK), NTS, VARLEN)
@@ -165,13 +182,13 @@ def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr,
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dqk, pk, psr, i_n, i_t, (i_task // NK) % H, i_task % NK,
-                         cu, T, NS, scale, H, HV, K, V, BT, BK, BV, VARLEN, PREC)
+            _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, (i_task // NK) % H,
+                         i_task % NK, cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC)
 
 
 @triton.jit
 def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
-                 HV: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
                  BETA: tl.constexpr, REV_SCAN: tl.constexpr):
     """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
 
@@ -186,8 +203,8 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
     b_w = tl.zeros([BT], dtype=tl.float32)
     b_bw = tl.zeros([BT], dtype=tl.float32)
     b_sr = 0.0
-    for i_k in range(0, NK):
-        p_t = (i_k * NS + slot) * HV + i_hv
+    for i in range(0, PARTS):
+        p_t = (i * NS + slot) * HV + i_hv
         b_w += tl.load(pk + p_t * (2 * BT) + o_c)
         b_a += tl.load(pk + p_t * (2 * BT) + BT + o_c)
         b_sr += tl.load(psr + p_t)
@@ -212,11 +229,12 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
 def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, cu, chunks,
-                         N, T, NT, NTS, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                         BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr,
+                         N, T, NT, NTS, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                         BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr,
                          VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, REV_SCAN: tl.constexpr):
-    """Tasks (chunk, key head), grid-stride; BK is that of gdn_state_gradients, whose tiles it sums."""
+    """Tasks (chunk, key head), grid-stride; BK and BV are those of gdn_state_gradients, whose tiles it sums."""
     NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
     R: tl.constexpr = HV // H
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
         i_c = i_task // H
@@ -233,12 +251,13 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
-                             i_hv, m_t, NS, HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
-            p_t = (row * H + i_h) * K
-            p_r = (slot * H + i_h) * BT
-            p_w = (slot * H + i_h) * (2 * BT * NK * BK)
-            norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, 1, 0, L2)
-            norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, 1, 0, L2)
+                             i_hv, m_t, NS, HV, NK * NV, BT, GATE, BIAS, BETA, REV_SCAN)
+            if NK > 1:
+                p_t = (row * H + i_h) * K
+                p_r = (slot * H + i_h) * BT
+                p_w = (slot * H + i_h) * (2 * BT * NK * BK)
+                norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, 1, 0, L2)
+                norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, 1, 0, L2)
     if VARLEN:
         first = active_rows(cu, N, T)
         zero_rows(dq, first, T, H * K, 1024)
@@ -259,11 +278,11 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     states = record_for("gdn_state_gradients", q.device, K=K, V=V, R=HV // H, BT=BT, dtype=q.dtype)
     finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
-    BK = states.tiles["BK"]
-    NK = -(-K // BK)
-    xw = _float32(work.G, NS, H, 2, BT, BT)
-    pv, pk, psr = _float32(work.G, NS, HV, 2, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
-    dqk = _float32(work.G, NS, H, 2, BT, NK * BK)
+    BK, BV = states.tiles["BK"], states.tiles["BV"]
+    NK, parts = -(-K // BK), -(-K // BK) * -(-V // BV)
+    xw = q.new_empty(NS, H, 2, BT, BT)
+    pv, pk, psr = _float32(work.G, NS, HV, 2, BT), _float32(work.G, parts, NS, HV, 2, BT), _float32(work.G, parts, NS, HV)
+    dqk = _float32(work.G, NS, H, 2, BT, NK * BK) if NK > 1 else None
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None
     rows = (work.G, work.b, work.rq, work.rk)
@@ -271,9 +290,9 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     launch(gdn_pair_gradients, grid_stride(packing.NT * H, pairs, q.device), q, k, do, E, dv, *rows, xw, pv, *where, scale,
            record=pairs, **common, V=V)
-    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dqk,
-           pk, psr, *where, scale, record=states, **common, V=V)
+    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dq, dk,
+           dqk, pk, psr, *where, scale, record=states, **common, V=V, L2=prologue.constexprs["L2"])
     launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
-           *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK,
-           **prologue.constexprs)
+           *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, V=V,
+           BK=BK, BV=BV, **prologue.constexprs)
     return dq, dk, dg, dbeta, dgate
