@@ -59,3 +59,10 @@ def test_persistent_recurrences_leave_no_task_out(device, ascend_forms, monkeypa
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 3)
     problem = GDN(lengths=(21, 5), H=2, HV=2, V=80, chunk_size=16, dtype=torch.float32)
     standard_check(problem, device, gdn_inputs(problem, device))
+
+
+def test_sums_stored_in_each_round_start_anew_with_each_value_head(device, ascend_forms):
+    """Two value heads of a key head, two tiles of V each."""
+    problem = GDN(lengths=(21,), H=1, HV=2, V=80, chunk_size=16, dtype=torch.float32)
+    standard_check(problem, device, gdn_inputs(problem, device))
+    assert "GROUPS" in ascend_forms
