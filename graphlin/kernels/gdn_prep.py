@@ -13,7 +13,7 @@ from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_matrix, decay_rate, inverse_norm, load_head_gates, load_strength, masked_decay
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.triangular import unit_lower_inverse
+from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
 
 
 @triton.jit
@@ -131,8 +131,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
             tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
             b_w = tl.exp2(G_1[:, None] - G_0[None, :]) * b_0[None, :]
             tl.store(P + p_c + HB * BT, (b_w * qk_10).to(P.dtype.element_ty))
-            b_x = tl.dot(b_w * kk_10, a_0, input_precision=PREC_INV)
-            b_x = tl.dot(a_1, b_x, input_precision=PREC_INV)
+            b_x = float32_dot(b_w * kk_10, a_0, PREC_INV)
+            b_x = float32_dot(a_1, b_x, PREC_INV)
             tl.store(A + p_c + HB * BT, (-b_x).to(A.dtype.element_ty))
             b_gl = tl.sum(tl.where(o_h == HB - 1, G_1, 0.0), 0)
             _store_scales(scales, p * (3 * BT) + HB + o_h, BT, G_1, b_gl, b_1, rq_1 * scale, rk_1)

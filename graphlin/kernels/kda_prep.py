@@ -16,9 +16,10 @@ from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates, load_strength, masked_decay
 from graphlin.kernels.kda_anchors import anchoring, block_cumsum, block_pairs, level_decay, level_pairs
 from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
+from graphlin.kernels.kda_products import anchored_products
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.triangular import unit_lower_inverse
+from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
                 lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                 PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
-                COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
+                COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
@@ -191,9 +192,16 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
         if TWO:
             tl.store(rq + p_r + HB, rq_1)
             tl.store(rk + p_r + HB, rk_1)
-    n_00, m_00, n_10, m_10, n_11, m_11 = _chunk_products(
-        q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, (row * HV + i_hv) * K, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1,
-        decay_rate(A_log, i_hv), lower_bound, lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, SAFE, PAIRWISE, PREC, COPY_LHS)
+    p_g = (row * HV + i_hv) * K
+    rate = decay_rate(A_log, i_hv)
+    if (SAFE and HB == 32) and SUMS > 0:
+        n_00, m_00, n_10, m_10, n_11, m_11 = anchored_products(
+            q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate, lower_bound,
+            lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC, SUMS, FAST)
+    else:
+        n_00, m_00, n_10, m_10, n_11, m_11 = _chunk_products(
+            q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate, lower_bound,
+            lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, SAFE, PAIRWISE, PREC, COPY_LHS)
     p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
     tl.store(P + p_c, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
@@ -201,16 +209,32 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     tl.store(A + p_c, a_0.to(A.dtype.element_ty))
     if TWO:
         tl.store(P + p_c + HB * BT, (m_10 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-        n_10 = tl.dot(n_10 * rk_1[:, None] * b_w, a_0, input_precision=PREC_INV)
+        n_10 = float32_dot(n_10 * rk_1[:, None] * b_w, a_0, PREC_INV)
         b_w = (rk_1 * b_1)[None, :]
         tl.store(P + p_c + HB * BT + HB, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
         a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
         tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
-        n_10 = tl.dot(a_1, n_10, input_precision=PREC_INV)
+        n_10 = float32_dot(a_1, n_10, PREC_INV)
         tl.store(A + p_c + HB * BT, (-n_10).to(A.dtype.element_ty))
         b_z = tl.zeros([HB, HB], dtype=tl.float32)
         tl.store(P + p_c + HB, b_z.to(P.dtype.element_ty))
         tl.store(A + p_c + HB, b_z.to(A.dtype.element_ty))
+
+
+@triton.jit
+def _prep_task(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_task, cu, chunks, N, T, NTS, NS, scale,
+               lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+               L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr,
+               VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr,
+               DOT_BLOCKS: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
+    i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)
+    live = True
+    if GRAPH_CAPTURE:
+        live = (i_n >= 0) & (i_n < N)
+    if live:
+        _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_n, i_t, i_task % HV, cu, T, NS, scale,
+                    lower_bound, lift, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, BI, DOT_BLOCKS,
+                    COPY_LHS, PAIRWISE, SUMS, FAST)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -218,17 +242,20 @@ def kda_prep(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, 
              lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
              L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, SAFE: tl.constexpr,
              VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr,
-             BI: tl.constexpr, DOT_BLOCKS: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr):
-    """Tasks (chunk, value head), grid-stride; the first value head of a key head stores rq and rk."""
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV, tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // HV, NTS, VARLEN)
-        live = True
-        if GRAPH_CAPTURE:
-            live = (i_n >= 0) & (i_n < N)
-        if live:
-            _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_n, i_t, i_task % HV, cu, T, NS,
-                        scale, lower_bound, lift, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, PREC, PREC_INV, BI,
-                        DOT_BLOCKS, COPY_LHS, PAIRWISE)
+             BI: tl.constexpr, DOT_BLOCKS: tl.constexpr, COPY_LHS: tl.constexpr, PAIRWISE: tl.constexpr,
+             SUMS: tl.constexpr, FAST: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Tasks (chunk, value head), a program each or, PERSISTENT, grid-stride; the first value head of a key head stores rq, rk."""
+    tasks = chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * HV
+    first = tl.program_id(0)
+    if PERSISTENT:
+        for i_task in range(first, tasks, tl.num_programs(0)):
+            _prep_task(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, i_task, cu, chunks, N, T, NTS, NS,
+                       scale, lower_bound, lift, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, GRAPH_CAPTURE, PREC,
+                       PREC_INV, BI, DOT_BLOCKS, COPY_LHS, PAIRWISE, SUMS, FAST)
+    elif first < tasks:
+        _prep_task(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, c, first, cu, chunks, N, T, NTS, NS,
+                   scale, lower_bound, lift, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, SAFE, VARLEN, GRAPH_CAPTURE, PREC,
+                   PREC_INV, BI, DOT_BLOCKS, COPY_LHS, PAIRWISE, SUMS, FAST)
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,
@@ -243,7 +270,9 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     operands = Operands(*rows, *square, G, None, *vectors, sums)
     record = record_for("kda_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     safe, lift = anchoring(prologue, q.dtype, record)
-    launch(kda_prep, grid_stride(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias, *rows,
+    tasks = packing.NT * HV
+    programs = grid_stride(tasks, record, q.device) if record.tiles["PERSISTENT"] else tasks
+    launch(kda_prep, programs, q, k, g, beta, prologue.A_log, prologue.dt_bias, *rows,
            *square, G, *vectors, sums, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale,
            prologue.lowest, lift, record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, SAFE=safe, VARLEN=packing.varlen,
            GRAPH_CAPTURE=packing.capture)

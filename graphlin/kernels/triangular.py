@@ -5,6 +5,29 @@ import triton.language as tl
 
 
 @triton.jit
+def leading_half(b_x):
+    """The upper 16 bits of float32 numbers, as float32: exact in bfloat16."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float32_dot(b_x, b_y, PREC: tl.constexpr):
+    """x y of float32 tiles. bf16x3 is three products of bfloat16 halves, split here: Triton's own way converts one number an
+    instruction, in the unit of the exponentials."""
+    if PREC == "bf16x3":
+        x_h = leading_half(b_x)
+        y_h = leading_half(b_y)
+        x_l = (b_x - x_h).to(tl.bfloat16)
+        y_l = (b_y - y_h).to(tl.bfloat16)
+        x_h = x_h.to(tl.bfloat16)
+        y_h = y_h.to(tl.bfloat16)
+        b_z = tl.dot(x_h, y_h, tl.dot(x_h, y_l, tl.dot(x_l, y_h)))
+    else:
+        b_z = tl.dot(b_x, b_y, input_precision=PREC)
+    return b_z
+
+
+@triton.jit
 def _diagonal_blocks(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
     """The BI x BI diagonal blocks of `[BT, BT]`: [BT // BI, BI, BI].
 
@@ -68,4 +91,4 @@ def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr):
     o_c = tl.arange(0, BT)
     pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & ((o_c // h)[:, None] > (o_c // h)[None, :])
     b_x = tl.where(pair, b_x, 0.0)
-    return b_m - tl.dot(b_m, tl.dot(b_x, b_m, input_precision=PREC), input_precision=PREC)
+    return b_m - float32_dot(b_m, float32_dot(b_x, b_m, PREC), PREC)

@@ -37,6 +37,8 @@ def form(request, device, monkeypatch) -> bool:
     KDA(lengths=(70,), HV=1, chunk_size=64, decay="masked"),
     KDA(lengths=(40,), HV=1, K=24, chunk_size=32, decay="strong"),
     KDA(lengths=(35, 5), HV=1, chunk_size=16, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(70, 21), HV=2, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(40,), HV=1, K=24, chunk_size=32, gate="raw_bias", lower_bound=-5., safe_gate=True),
     KDA(lengths=(64,), HV=1, chunk_size=64, gate="raw", dtype=torch.bfloat16),
     KDA(lengths=(64,), HV=1, chunk_size=64, decay=-20., dtype=torch.float16),
 ], ids=str)
@@ -54,3 +56,26 @@ def test_a_row_follows_from_those_before_it(device, form):
     actual, _ = problem.op(**inputs, **problem.op_options)
     assert torch.equal(actual[:, :13], expected[:, :13])
     assert not torch.equal(actual[:, 13:], expected[:, 13:])
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_sums_by_products_or_by_scans(device, monkeypatch, chunk_size):
+    """A bounded gate's decays are summed by either, as the record says (SUMS): as float32, or as two halves of bfloat16."""
+    if device.type == "npu":
+        pytest.skip("records of Ascend's are pairwise")
+    dtype, products, tolerance = (torch.bfloat16, 2, 1e-2) if device.type == "cuda" else (torch.float32, 1, 1e-5)
+    backend = get_backend(device)
+    launch_record = backend.launch_record
+    problem = KDA(lengths=(70, 21), HV=2, chunk_size=chunk_size, gate="raw_bias", lower_bound=-5., safe_gate=True, dtype=dtype)
+    inputs, results = gdn_inputs(problem, device), []
+    for sums in (0, products):
+        def changed_record(kernel, sums=sums, **options):
+            record = launch_record(kernel, **options)
+            tiles = {"SUMS": sums, "PAIRWISE": False} if kernel == "kda_prep" else {}
+            return replace(record, tiles={**record.tiles, **tiles})
+
+        monkeypatch.setattr(backend, "launch_record", changed_record)
+        results.append(problem.op(**inputs, **problem.op_options)[0].float())
+    scanned, multiplied = results
+    assert (scanned - multiplied).norm() <= tolerance * scanned.norm()
+    assert not torch.equal(scanned, multiplied)
