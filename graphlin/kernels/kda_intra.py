@@ -197,8 +197,8 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
     b_a -= b_k * b_x
     b_dr += b_b[:, None] * b_dw - b_x
     p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
-    tl.store(p, b_dq)
-    tl.store(p + BT * NK * BK, b_dr)
+    tl.store(p, b_dq.to(dqk.dtype.element_ty))
+    tl.store(p + BT * NK * BK, b_dr.to(dqk.dtype.element_ty))
 
     m_tk = row_mask(m_t, o_k, K, BK)
     p_x = p_g + first * (HV * K)
