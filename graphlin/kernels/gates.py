@@ -142,6 +142,16 @@ def decay_matrix(b_G, BT: tl.constexpr):
 
 
 @triton.jit
+def norm_gradient(b_dx, b_x, b_r, L2: tl.constexpr):
+    """The gradient of x from that of r∘x, of whole rows: r (dx − r² x (x·dx)) with l2norm, as it is without."""
+    if L2:
+        b_x = b_x.to(tl.float32)
+        b_y = tl.sum(b_x * b_dx, 1) * b_r * b_r
+        b_dx = (b_dx - b_x * b_y[:, None]) * b_r[:, None]
+    return b_dx
+
+
+@triton.jit
 def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
                    BK: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr, L2: tl.constexpr):
     """dx from the gradient of r∘x: r (dx − r² x (x·dx)) with l2norm, as it is without.

@@ -12,7 +12,7 @@ from tests.inputs import GDN, cu_of, gdn_inputs
 from tests.ops.op_cases import OP_CASES, assert_bitwise
 from tests.ops.standard_check import standard_check
 
-FORMS = ("ROWWISE", "DOT_BLOCKS", "PERSISTENT", "COPY_LHS", "REV_SCAN", "PAIRWISE")
+FORMS = ("ROWWISE", "DOT_BLOCKS", "PERSISTENT", "COPY_LHS", "REV_SCAN", "PAIRWISE", "GROUPS")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_convolution_is_bitwise_the_same(device, request):
 @pytest.mark.parametrize("chunk_size", [16, 64])
 def test_gated_delta_rule(device, ascend_forms, chunk_size):
     standard_check(GDN(lengths=(21, 0, 66), chunk_size=chunk_size, gate="raw_bias", beta="sigmoid"), device)
-    assert {"DOT_BLOCKS", "PERSISTENT", "REV_SCAN"} <= ascend_forms
+    assert {"DOT_BLOCKS", "PERSISTENT", "REV_SCAN", "GROUPS"} <= ascend_forms
 
 
 def test_persistent_recurrences_leave_no_task_out(device, ascend_forms, monkeypatch):
@@ -59,3 +59,10 @@ def test_persistent_recurrences_leave_no_task_out(device, ascend_forms, monkeypa
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 3)
     problem = GDN(lengths=(21, 5), H=2, HV=2, V=80, chunk_size=16, dtype=torch.float32)
     standard_check(problem, device, gdn_inputs(problem, device))
+
+
+def test_sums_stored_in_each_round_start_anew_with_each_value_head(device, ascend_forms):
+    """Two value heads of a key head, two tiles of V each."""
+    problem = GDN(lengths=(21,), H=1, HV=2, V=80, chunk_size=16, dtype=torch.float32)
+    standard_check(problem, device, gdn_inputs(problem, device))
+    assert "GROUPS" in ascend_forms

@@ -54,15 +54,21 @@ def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecor
 
 
 def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    if dtype == torch.float32:
-        BK, BV = 32, 32
-    elif arch != "sm_90":
-        BK, BV = 32, 64
-    elif R == 1:
-        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 64), BV=block_size(V, 64)))
-    else:
-        BK, BV = 64, 128
-    return LaunchRecord(dict(_precision(dtype), BK=block_size(K, BK), BV=block_size(V, BV)), num_warps=8, num_stages=2)
+    """On Hopper one tile of all of K up to 128, whose rows two of eight warps share. Products of fewer than 64 columns are
+    doubtful there (Triton 3.6), so that a small K or V fills its tiles with zeros."""
+    if dtype == torch.float32 or arch != "sm_90":
+        rows = 32 if dtype == torch.float32 else 64
+        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows), GROUPS=0), num_warps=8,
+                            num_stages=2)
+    if K > 64:
+        return LaunchRecord(dict(_precision(dtype), BK=128, BV=64, GROUPS=2), num_warps=8, num_stages=3)
+    return LaunchRecord(dict(_precision(dtype), BK=64, BV=64, GROUPS=0), num_warps=8, num_stages=2)
+
+
+def _finish(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Vectors of a chunk alone where the states' tiles have all of K, else tiles of K too."""
+    alone = _states(arch, K, V, R, dtype).tiles["BK"] >= K
+    return LaunchRecord(dict(REV_SCAN=True), num_warps=2 if alone else 8, waves=32 if alone else 8)
 
 
 def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -110,7 +116,7 @@ _RECORDS = {
     "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
     "gdn_state_gradients": _states,
-    "gdn_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(REV_SCAN=True), num_warps=8, waves=8),
+    "gdn_finish_gradients": _finish,
     "kda_prep": _kda_prep,
     "kda_inter_gradients": _kda_inter,
     "kda_intra_gradients": _kda_intra,
