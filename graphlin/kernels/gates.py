@@ -33,6 +33,14 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_slope(x):
+    """`sigmoid(x) * sigmoid(-x)` of one exponential, which is sigmoid(x)'s own."""
+    e = tl.exp(-tl.abs(x))
+    r = 1.0 / (1.0 + e)
+    return e * (r * r)
+
+
+@triton.jit
 def decay_rate(A_log, i_hv):
     """`exp(A_log)` of a head, 1 without A_log. Bounded, so that no infinite rate meets a gate of 0."""
     rate = 1.0
@@ -60,7 +68,7 @@ def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr):
         b_da = b_dg * -rate * softplus(b_u)
         b_dg = -b_dg * rate * sigmoid(b_u)
     elif GATE == BOUNDED:
-        b_dg = b_dg * lower_bound * sigmoid(rate * b_u) * sigmoid(-rate * b_u) * rate
+        b_dg = b_dg * (lower_bound * rate) * sigmoid_slope(rate * b_u)
         b_da = b_dg * b_u
     return b_dg, b_da
 
@@ -165,12 +173,13 @@ def norm_gradient(b_dx, b_x, b_r, L2: tl.constexpr):
 
 
 @triton.jit
-def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, BT: tl.constexpr,
+def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
                    BK: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr, L2: tl.constexpr):
     """dx from the gradient of r∘x: r (dx − r² x (x·dx)) with l2norm, as it is without.
 
-    That gradient is the sum of PARTS float32 tiles `[BT, NK * BK]`, PITCH apart.
+    That gradient is the sum of PARTS tiles `[BT, W]`, PITCH apart.
     """
+    NK: tl.constexpr = (K + BK - 1) // BK
     o_c = tl.arange(0, BT)
     b_y = tl.zeros([BT], dtype=tl.float32)
     b_r = tl.load(r + p_r + o_c)
@@ -179,21 +188,23 @@ def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.con
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
             b_x = tl.load(x + p_x, mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)              # [BT, BK]
-            b_y += tl.sum(b_x * _sum_parts(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :], PARTS, PITCH), 1)
+            b_y += tl.sum(b_x * _sum_parts(dxw + p_w, o_c, o_k, K, W, BK, PARTS, PITCH), 1)
         b_y = b_y * b_r * b_r
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         m_tk = row_mask(m_t, o_k, K, BK)
         p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
-        b_dx = _sum_parts(dxw + p_w + o_c[:, None] * (NK * BK) + o_k[None, :], PARTS, PITCH)
+        b_dx = _sum_parts(dxw + p_w, o_c, o_k, K, W, BK, PARTS, PITCH)
         if L2:
             b_dx = (b_dx - tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32) * b_y[:, None]) * b_r[:, None]
         tl.store(dx + p_x, b_dx.to(dx.dtype.element_ty), mask=m_tk)
 
 
 @triton.jit
-def _sum_parts(p, PARTS: tl.constexpr, PITCH: tl.constexpr):
-    b_x = tl.load(p)
+def _sum_parts(p, o_c, o_k, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr):
+    p = p + o_c[:, None] * W + o_k[None, :]
+    m = row_mask(o_c >= 0, o_k, K, BK)
+    b_x = tl.load(p, mask=m, other=0.).to(tl.float32)
     for i in range(1, PARTS):
-        b_x += tl.load(p + i * PITCH)
+        b_x += tl.load(p + i * PITCH, mask=m, other=0.).to(tl.float32)
     return b_x

@@ -326,8 +326,8 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
                 p_t = (row * H + i_h) * K
                 p_r = (slot * H + i_h) * BT
                 p_w = (slot * H + i_h) * (2 * BT * NK * BK)
-                norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, 1, 0, L2)
-                norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, 1, 0, L2)
+                norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK * BK, BT, BK, 1, 0, L2)
+                norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK * BK, BT, BK, 1, 0, L2)
     if VARLEN:
         first = active_rows(cu, N, T)
         zero_rows(dq, first, T, H * K, 1024)

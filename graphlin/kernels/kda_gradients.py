@@ -64,9 +64,9 @@ def kda_inter_gradients(do, E, dv, St, Rt, fw, ts, sr, cu, chunks, N, T, NT, NTS
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
 def kda_finish_gradients(q, k, A_log, b, rq, rk, pb, pa, dqk, dq, dk, dbeta, dgate, cu, chunks, N, T, NT, NTS, NS,
                          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                         L2: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
+                         BD: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
                          GRAPH_CAPTURE: tl.constexpr):
-    """Tasks (chunk, key head), grid-stride; BK is that of kda_intra_gradients, whose tiles it sums."""
+    """Tasks (chunk, key head), grid-stride; BK is that of kda_intra_gradients, whose tiles it sums, BD its own."""
     NK: tl.constexpr = (K + BK - 1) // BK
     KB: tl.constexpr = triton.next_power_of_2(NK * BK)
     R: tl.constexpr = HV // H
@@ -102,8 +102,8 @@ def kda_finish_gradients(q, k, A_log, b, rq, rk, pb, pa, dqk, dq, dk, dbeta, dga
             p_t = (row * H + i_h) * K
             p_r = (slot * H + i_h) * BT
             p_w = (slot * HV + i_h * R) * PITCH
-            norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK, BT, BK, R, PITCH, L2)
-            norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK, BT, BK, R, PITCH, L2)
+            norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK * BK, BT, BD, R, PITCH, L2)
+            norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK * BK, BT, BD, R, PITCH, L2)
     if VARLEN:
         first = active_rows(cu, N, T)
         zero_rows(dq, first, T, H * K, 1024)
@@ -128,7 +128,10 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     fw, ts, sr = q.new_empty(NS, HV, 2, BT, BT), q.new_empty(NS, HV, 3, BT, K), float32(NS, HV, K)
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = float32(packing.NT, HV + HV * K) if prologue.gate else None
-    dqk, pb, pa = float32(NS, HV, 2, BT, NK * BK), float32(NK, NS, HV, BT), float32(NS, HV, 2, NK * BK)
+    # one value head a key head: what is not summed any more is rounded as dq and dk are, where that can't overflow
+    rounded = HV == H and q.dtype == torch.bfloat16
+    dqk = q.new_empty(NS, HV, 2, BT, NK * BK, dtype=torch.bfloat16 if rounded else torch.float32)
+    pb, pa = float32(NK, NS, HV, BT), float32(NS, HV, 2, NK * BK)
     where = (packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS)
     common = dict(HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     switches = prologue.constexprs

@@ -20,7 +20,7 @@ from graphlin.kernels.kda_pairwise import pairwise_gradients
 @triton.jit
 def _rows(x, r, p_x, p_r, m_t, o_b, o_k, scale, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """scale r∘x of a block of rows, `[16, BK]`."""
-    b_x = tl.load(x + p_x + o_b[:, None] * (H * K) + o_k[None, :], mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)
+    b_x = tl.load(x + p_x + (o_b[:, None] * (H * K) + o_k[None, :]), mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)
     return b_x * (tl.load(r + p_r + o_b) * scale)[:, None]
 
 
@@ -28,14 +28,14 @@ def _rows(x, r, p_x, p_r, m_t, o_b, o_k, scale, H: tl.constexpr, K: tl.constexpr
 def _sums(c, p_c, o_b, o_k, K: tl.constexpr):
     """c of a block's rows `[16, BK]`, and T `[BK]`."""
     m = o_k < K
-    return (tl.load(c + p_c + o_b[:, None] * K + o_k[None, :], mask=m[None, :], other=0.),
+    return (tl.load(c + p_c + (o_b[:, None] * K + o_k[None, :]), mask=m[None, :], other=0.),
             tl.load(c + p_c + 15 * K + o_k, mask=m, other=0.))
 
 
 @triton.jit
 def _product(ts, p_t, o_b, o_k, K: tl.constexpr):
     """A block's rows of one of T1, T2, T3, `[16, BK]`."""
-    return tl.load(ts + p_t + o_b[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.).to(tl.float32)
+    return tl.load(ts + p_t + (o_b[:, None] * K + o_k[None, :]), mask=(o_k < K)[None, :], other=0.).to(tl.float32)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _write_later(q, k, c, rq, rk, fw, p_q, p_r, p_c, p_f, i_b, o_b, o_k, first_r
         b_er = tl.exp2(b_c) * lift
         x_q = (_rows(q, rq, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, scale, H, K, BK) * b_er).to(DT)
         x_k = (_rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK) * b_er).to(DT)
-        p = fw + p_f + (j * BT + i_b) * 16 + o_b[None, :] * BT + o_b[:, None]                            # transposed
+        p = fw + p_f + (j * BT + i_b) * 16 + (o_b[None, :] * BT + o_b[:, None])                          # transposed
         u = tl.dot(tl.load(p), x_q, input_precision=PREC)                                                # [16, BK]
         u = tl.dot(tl.load(p + BT * BT), x_k, u, input_precision=PREC)
         b_e = tl.exp2(b_t)[None, :]
@@ -70,20 +70,20 @@ def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o
     u_q = tl.zeros([16, BK], dtype=tl.float32)
     u_k = tl.zeros([16, BK], dtype=tl.float32)
     b_t = tl.zeros([BK], dtype=tl.float32)
-    b_past = tl.zeros([BK], dtype=tl.float32)
+    b_past = tl.zeros([16, BK], dtype=tl.float32)
     for i in range(0, i_b):
         j = i_b - 1 - i
         m_t = first_row + j * 16 + o_b < n
         b_c, b_next = _sums(c, p_c + j * (16 * K), o_b, o_k, K)
         b_y = _rows(k, rk, p_q + j * (16 * H * K), p_r + j * 16, m_t, o_b, o_k, 1.0, H, K, BK)
         b_y = b_y * tl.load(b + p_b + j * 16 + o_b)[:, None] * (tl.exp2(b_next[None, :] - b_c) * (1.0 / lift))
-        b_past += tl.exp2(b_t + b_rest) * lift * tl.sum(b_y * _product(ts, p_t + j * (16 * K), o_b, o_k, K), 0)
+        b_past += (tl.exp2(b_t + b_rest) * lift)[None, :] * (b_y * _product(ts, p_t + j * (16 * K), o_b, o_k, K))
         x_y = (b_y * tl.exp2(b_t)[None, :]).to(DT)
-        p = fw + p_f + (i_b * BT + j) * 16 + o_b[:, None] * BT + o_b[None, :]
+        p = fw + p_f + (i_b * BT + j) * 16 + (o_b[:, None] * BT + o_b[None, :])
         u_q = tl.dot(tl.load(p), x_y, u_q, input_precision=PREC)                                         # [16, BK]
         u_k = tl.dot(tl.load(p + BT * BT), x_y, u_k, input_precision=PREC)
         b_t += b_next
-    return u_q, u_k, b_t, b_past
+    return u_q, u_k, b_t, tl.sum(b_past, 0)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
                  SAFE: tl.constexpr, PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
     """Block i_b of a chunk, one tile of channels; b_all is what dg gets in all of its rows from elsewhere.
 
-    Returns the sum of a, and of the terms of dA_log and ddt_bias.
+    Returns the sum of a, and the terms of dA_log and ddt_bias.
     """
     DT: tl.constexpr = fw.dtype.element_ty
     o_b = tl.arange(0, 16)
@@ -178,7 +178,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
                                       tl.zeros([16, BK], dtype=tl.float32), scale, lift, H, K, BT, BK, PREC)
     u_q, u_k, b_earlier, b_past = _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o_k, first_row, n,
                                                 b_t + b_later, lift, H, K, BT, BK, PREC)
-    p = fw + p_f + first * (BT + 1) + o_b[:, None] * BT + o_b[None, :]
+    p = fw + p_f + first * (BT + 1) + (o_b[:, None] * BT + o_b[None, :])
     b_f = tl.load(p)                                                                                     # [16, 16]
     b_eye = tl.sum(tl.where(o_b[:, None] == o_b[None, :], b_f.to(tl.float32), 0.0), 1)                   # [16]
     b_dq, b_dr, b_dw, b_a = _block_gradients(
@@ -196,17 +196,17 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
     b_x = _product(ts, p_t + 2 * BT * K + first * K, o_b, o_k, K) * b_er
     b_a -= b_k * b_x
     b_dr += b_b[:, None] * b_dw - b_x
-    p = dqk + p_w + (first + o_b[:, None]) * (NK * BK) + o_k[None, :]
-    tl.store(p, b_dq)
-    tl.store(p + BT * NK * BK, b_dr)
+    p = dqk + p_w + first * (NK * BK) + (o_b[:, None] * (NK * BK) + o_k[None, :])
+    tl.store(p, b_dq.to(dqk.dtype.element_ty))
+    tl.store(p + BT * NK * BK, b_dr.to(dqk.dtype.element_ty))
 
     m_tk = row_mask(m_t, o_k, K, BK)
     p_x = p_g + first * (HV * K)
     b_dg = _log_decay_gradient(b_a, b_w, b_all + b_past, o_b, PREC, REV_SCAN)
     b_u = load_channel_gates(g, dt_bias, p_x, i_hv, m_t, o_b, o_k, HV, K, BK, BIAS)
     b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
-    tl.store(dg + p_x + o_b[:, None] * (HV * K) + o_k[None, :], b_dg.to(dg.dtype.element_ty), mask=m_tk)
-    return tl.sum(b_a, 0), tl.sum(b_da, 0), tl.sum(b_dg, 0)
+    tl.store(dg + p_x + (o_b[:, None] * (HV * K) + o_k[None, :]), b_dg.to(dg.dtype.element_ty), mask=m_tk)
+    return tl.sum(b_a, 0), b_da, b_dg
 
 
 @triton.jit
@@ -223,8 +223,8 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk,
     o_k = i_k * BK + tl.arange(0, BK)
     b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
     b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
-    b_da = tl.zeros([BK], dtype=tl.float32)
-    b_db = tl.zeros([BK], dtype=tl.float32)
+    b_da = tl.zeros([16, BK], dtype=tl.float32)
+    b_db = tl.zeros([16, BK], dtype=tl.float32)
     for i in range(0, BT // 16):
         a, da, db = _intra_block(
             q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
@@ -236,8 +236,8 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk,
         b_db += db
     if GATE > 0:
         p_a = p * (2 * NK * BK) + o_k
-        tl.store(pa + p_a, b_da)
-        tl.store(pa + p_a + NK * BK, b_db)
+        tl.store(pa + p_a, tl.sum(b_da, 0))
+        tl.store(pa + p_a + NK * BK, tl.sum(b_db, 0))
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])

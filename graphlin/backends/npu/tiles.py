@@ -24,7 +24,7 @@ _TILES = {
                                   FAST=False, PERSISTENT=True),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
     "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=True),
-    "kda_finish_gradients": lambda K, V: {},
+    "kda_finish_gradients": lambda K, V: dict(BD=block_size(K, 32)),
     "sum_chunks": lambda K, V: dict(BR=32, BX=64),
 }
 
