@@ -26,8 +26,9 @@ def _prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord
 def _recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32:
         rows = 16 if dtype == torch.float32 else 32
-        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 256), BV=block_size(V, rows), PERSISTENT=False), num_warps=8)
-    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 32), PERSISTENT=False), num_stages=2)
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 256), BV=block_size(V, rows), FLAT=False, PERSISTENT=False),
+                            num_warps=8)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 32), FLAT=True, PERSISTENT=False), num_stages=3)
 
 
 def _state_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -44,7 +45,7 @@ def _gradient_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Laun
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if K > 128 or dtype == torch.float32 or arch != "sm_90":
         return _recurrence(arch, K, V, R, dtype)
-    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 64), PERSISTENT=False), num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 64), FLAT=True, PERSISTENT=False), num_stages=3)
 
 
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
