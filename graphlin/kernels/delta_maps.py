@@ -13,14 +13,7 @@ import triton.language as tl
 
 from graphlin.kernels.common import chunk_slot, row_mask, sequence
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.delta_recurrence import (
-    chunk_scales,
-    load_state,
-    next_state,
-    previous_gradient,
-    transposed_rows,
-    value_gradient,
-)
+from graphlin.kernels.delta_recurrence import chunk_scales, load_state, next_state, previous_gradient, value_gradient
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -41,7 +34,7 @@ def _part(crossing, EDGE: tl.constexpr, cu, N, T):
 def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H: tl.constexpr, HV: tl.constexpr,
                     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                     USE_H0: tl.constexpr, V_FIRST: tl.constexpr, TRANSITION: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                    PREC: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr):
+                    PREC: tl.constexpr, STAGES: tl.constexpr):
     """Programs (value head, tile of Bᵀ `[V, K]`, then of Mᵀ `[K, K]` if TRANSITION), for the sequence over the last edge. One
     that starts on this rank starts from h0."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -65,6 +58,7 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
         n = tl.where(is_offset | both, n, 0)
     n_v = tl.where(is_offset, n, 0)
     o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_r[None, :]
     o_tt = o_c[:, None] * BT + o_c[None, :]
     for i_t in tl.range(0, (n + BT - 1) // BT, num_stages=STAGES):
         row = bos + i_t * BT
@@ -75,11 +69,13 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
         b_kw = b_k
         if PER_CHANNEL:
             b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
-        b_vt = transposed_rows(v + (row * HV + i_hv) * V, n_v - i_t * BT, i_r, HV, V, BT, BV, FLAT)      # [BV, BT]
+        p_v = v + (row * HV + i_hv) * V
+        b_v = tl.load(p_v + o_tv, mask=row_mask(o_c < n_v - i_t * BT, o_r, V, BV), other=0.)             # [BT, BV]
         b_at = tl.trans(tl.load(A + p * (BT * BT) + o_tt))                                               # [BT, BT]
         b_decay, b_read, b_write, _ = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
+        b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(b_s.to(b_k.dtype), tl.trans(b_k), input_precision=PREC)
-        _, b_s = next_state(b_s, b_vt, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
+        _, b_s = next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
     ROWS: tl.constexpr = V + K if TRANSITION else V
     p_m = (tl.cast(i_hv, tl.int64) * ROWS + tl.where(is_offset, 0, V)) * K
     m_m = row_mask(o_r < tl.where(is_offset, V, K), o_k, K, BK)
@@ -90,7 +86,7 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
 def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N, T, NS, H: tl.constexpr,
                        HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                        BV: tl.constexpr, USE_DHT: tl.constexpr, V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                       PREC: tl.constexpr, COPY_LHS: tl.constexpr, FLAT: tl.constexpr, STAGES: tl.constexpr):
+                       PREC: tl.constexpr, COPY_LHS: tl.constexpr, STAGES: tl.constexpr):
     """Programs (value head, tile of Cᵀ `[V, K]`), for the sequence over the first edge. One that ends on this rank starts
     from dht."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -99,13 +95,13 @@ def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N
     i_n, bos, n, both = _part(crossing, 0, cu, N, T)
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    i_v = tl.program_id(0) % NV
-    o_v = i_v * BV + tl.arange(0, BV)
+    o_v = tl.program_id(0) % NV * BV + tl.arange(0, BV)
     b_r = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_DHT:
         if both == 0:
             b_r += load_state(dht, i_n * HV + i_hv, o_k, o_v, K, V, V_FIRST)
     o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
     o_tt = o_c[:, None] * BT + o_c[None, :]
     NC = (n + BT - 1) // BT
     for i in tl.range(0, NC, num_stages=STAGES):
@@ -119,7 +115,8 @@ def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N
         b_kw = b_k
         if PER_CHANNEL:
             b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
-        b_dot = transposed_rows(do + (row * HV + i_hv) * V, left, i_v, HV, V, BT, BV, FLAT)              # [BV, BT]
+        p_v = do + (row * HV + i_hv) * V
+        b_dot = tl.trans(tl.load(p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.))           # [BV, BT]
         b_p = tl.load(P + p * (BT * BT) + o_tt)                                                          # [BT, BT]
         b_a = tl.load(A + p * (BT * BT) + o_tt)
         b_ro = b_r.to(b_k.dtype)

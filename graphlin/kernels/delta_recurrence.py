@@ -16,7 +16,7 @@ import triton.language as tl
 from graphlin.backends import LaunchRecord
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.launch import grid_stride, launch, record_for
+from graphlin.kernels.launch import grid_stride, launch, record_for, stages_of
 from graphlin.kernels.packing import Packing
 
 
@@ -56,33 +56,13 @@ def chunk_scales(G, scales, p, o_k, K: tl.constexpr, BT: tl.constexpr, PER_CHANN
 
 
 @triton.jit
-def transposed_rows(p_x, left, i_v, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-                    FLAT: tl.constexpr):
-    """The first `left` rows of a chunk of a `[T, HV, V]` tensor, one tile of V, transposed: [BV, BT]. FLAT: loaded as a vector,
-    which Triton copies ahead of time to shared memory; it takes a tile that is then transposed through registers, and waits."""
-    if FLAT:
-        o_x = tl.arange(0, BT * BV)
-        o_t = o_x // BV
-        o_v = i_v * BV + o_x % BV
-        m_x = o_t < left
-        if V % BV != 0:
-            m_x = m_x & (o_v < V)
-        b_x = tl.reshape(tl.load(p_x + o_t * (HV * V) + o_v, mask=m_x, other=0.), [BT, BV])
-    else:
-        o_t = tl.arange(0, BT)
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_x = tl.load(p_x + o_t[:, None] * (HV * V) + o_v[None, :], mask=row_mask(o_t < left, o_v, V, BV), other=0.)
-    return tl.trans(b_x)
-
-
-@triton.jit
-def next_state(b_s, b_vt, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
-    """E, transposed, and S after a chunk, from Vᵀ and z = Sᵀ kᵀ."""
+def next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
+    """E, transposed, and S after a chunk, from (A V)ᵀ and z = Sᵀ kᵀ."""
     if PER_CHANNEL:
-        b_e = tl.dot((b_vt.to(tl.float32) - b_z).to(b_k.dtype), b_at, input_precision=PREC)
+        b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
         b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
     else:
-        b_e = tl.dot((b_vt.to(tl.float32) - b_z * b_read[None, :]).to(b_k.dtype), b_at, input_precision=PREC)
+        b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
         b_s = tl.dot((b_e * b_write[None, :]).to(b_k.dtype), b_k, b_s * b_decay, input_precision=PREC)
     return b_e, b_s
 
@@ -112,11 +92,31 @@ def previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CH
 
 
 @triton.jit
+def _store_rows(p_x, b_x, m_x, left, LAST: tl.constexpr):
+    """A chunk's rows of a tensor from their transpose. LAST: in an `if`, which always holds, and which Triton's pipeliner puts
+    behind the loads for later chunks."""
+    if LAST:
+        if left > 0:
+            tl.store(p_x, tl.trans(b_x).to(p_x.dtype.element_ty), mask=m_x)
+    else:
+        tl.store(p_x, tl.trans(b_x).to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _store_output(p_o, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
+    b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)                                              # [BV, BT]
+    if not PER_CHANNEL:
+        b_o = b_o * b_out[None, :]
+    b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
+    tl.store(p_o, tl.trans(b_o).to(p_o.dtype.element_ty), mask=m_tv)
+
+
+@triton.jit
 def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T, NS,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
                 OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                FLAT: tl.constexpr, STAGES: tl.constexpr):
+                STAGES: tl.constexpr):
     """Carries S over one sequence. OUTPUT: writes o (and ht); else stores what the gradients need, S before each chunk and E."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -142,27 +142,27 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
         b_kw = b_k
         if PER_CHANNEL:
             b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
-        b_vt = transposed_rows(v + p_v, left, i_v, HV, V, BT, BV, FLAT)                                  # [BV, BT]
+        b_v = tl.load(v + p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.)                   # [BT, BV]
         b_at = tl.trans(tl.load(A + p * (BT * BT) + o_tt))                                               # [BT, BT]
         b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
         b_so = b_s.to(k.dtype.element_ty)
         if not OUTPUT:
             p_s = St + p * (K * V)
             tl.store(p_s + (o_v[:, None] * K + o_k[None, :]), b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
+        b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC)
-        b_e, b_s = next_state(b_s, b_vt, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
+        b_e, b_s = next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
         m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
         if OUTPUT:
             b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
             b_p = tl.load(P + p * (BT * BT) + o_tt)
-            if left > 0:
-                b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)
-                if not PER_CHANNEL:
-                    b_o = b_o * b_out[None, :]
-                b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
-                tl.store(o + p_v + o_tv, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
-        elif left > 0:
-            tl.store(E + p_v + o_tv, tl.trans(b_e).to(E.dtype.element_ty), mask=m_tv)
+            if not PER_CHANNEL:
+                if left > 0:        # as in _store_rows
+                    _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
+            else:
+                _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
+        else:
+            _store_rows(E + p_v + o_tv, b_e, m_tv, left, not PER_CHANNEL)
     if STORE_HT:
         _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
 
@@ -172,7 +172,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
                    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
                    VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                   FLAT: tl.constexpr, STAGES: tl.constexpr):
+                   STAGES: tl.constexpr):
     """Carries R over one sequence, last chunk first; stores R after each chunk, dv and dh0."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -200,7 +200,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
         b_kw = b_k
         if PER_CHANNEL:
             b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
-        b_dot = transposed_rows(do + p_v, left, i_v, HV, V, BT, BV, FLAT)                                # [BV, BT]
+        b_dot = tl.trans(tl.load(do + p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.))      # [BV, BT]
         b_p = tl.load(P + p * (BT * BT) + o_tt)                                                          # [BT, BT]
         b_a = tl.load(A + p * (BT * BT) + o_tt)
         b_ro = b_r.to(k.dtype.element_ty)
@@ -210,9 +210,8 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
         b_dv = value_gradient(b_ro, b_dot, b_kw, b_p, b_a, b_write, PER_CHANNEL, PREC, COPY_LHS)
         b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
         b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
-        if left > 0:
-            m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
-            tl.store(dv + p_v + o_tv, tl.trans(b_dv).to(dv.dtype.element_ty), mask=m_tv)
+        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
+        _store_rows(dv + p_v + o_tv, b_dv, m_tv, left, not PER_CHANNEL)
     if STORE_DH0:
         _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
 
@@ -222,18 +221,17 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                     FLAT: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr):
+                     PERSISTENT: tl.constexpr, STAGES: tl.constexpr):
     """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K."""
     NV: tl.constexpr = (V + BV - 1) // BV
     if PERSISTENT:
         for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
             _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, H,
-                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS, FLAT,
-                        STAGES)
+                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     else:
         _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
                     T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS,
-                    FLAT, STAGES)
+                    STAGES)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
@@ -243,7 +241,7 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
                           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, FLAT: tl.constexpr, PERSISTENT: tl.constexpr,
+                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr,
                           STAGES: tl.constexpr):
     """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
     program each or, PERSISTENT, grid-stride in each half of the programs."""
@@ -254,19 +252,17 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
         if tl.program_id(0) < half:
             for i_task in range(i_p, N * (HV * NV), half):
                 _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, H, HV,
-                               K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, FLAT,
-                               STAGES)
+                               K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
         else:
             for i_task in range(i_p, N * (HV * NV), half):
                 _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS, H, HV,
-                            K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, FLAT,
-                            STAGES)
+                            K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     elif tl.program_id(0) < half:
         _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
-                       BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, FLAT, STAGES)
+                       BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     else:
         _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
-                    BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, FLAT, STAGES)
+                    BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     if VARLEN:
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
@@ -299,8 +295,9 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
+    stages = record.num_stages if operands.per_channel else stages_of(grid, record, v.device)
     launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
            packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
-           PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
+           PER_CHANNEL=operands.per_channel, STAGES=stages)
     return St, E, Rt, dv, dh0

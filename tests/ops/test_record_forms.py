@@ -1,6 +1,5 @@
 """The forms that launch records choose give the same numbers: those of the other devices, here with this device's tiles."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -60,37 +59,3 @@ def test_persistent_recurrences_leave_no_task_out(device, ascend_forms, monkeypa
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 3)
     problem = GDN(lengths=(21, 5), H=2, HV=2, V=80, chunk_size=16, dtype=torch.float32)
     standard_check(problem, device, gdn_inputs(problem, device))
-
-
-@pytest.fixture
-def choose_flat(device, monkeypatch) -> Callable[[bool], set[str]]:
-    """Sets FLAT in this device's records that have it. Returns the kernels that asked for one."""
-    backend, asked = get_backend(device), set()
-    own = backend.launch_record
-
-    def choose(flat: bool) -> set[str]:
-        def changed(kernel, **problem):
-            record = own(kernel, **problem)
-            if "FLAT" not in record.tiles:
-                return record
-            asked.add(kernel)
-            return replace(record, tiles={**record.tiles, "FLAT": flat})
-
-        monkeypatch.setattr(backend, "launch_record", changed)
-        return asked
-
-    return choose
-
-
-@pytest.mark.parametrize("case", OP_CASES[1:], ids=lambda case: case.name)
-def test_rows_loaded_as_a_vector_are_the_same_rows(device, case, choose_flat):
-    drawn, cu = case.draw(41, 3, device), cu_of((21, 0, 17), device)
-    choose_flat(False)
-    expected = case.run(drawn, cu)
-    assert choose_flat(True) == {"delta_recurrence", "delta_two_recurrences"}
-    assert_bitwise(case.run(drawn, cu), expected, "in the flat form")
-
-
-def test_rows_loaded_as_a_vector_end_with_the_last_column(device, choose_flat):
-    choose_flat(True)
-    standard_check(GDN(lengths=(21, 5), H=1, HV=2, V=40, chunk_size=16, dtype=torch.float32), device)
