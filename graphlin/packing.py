@@ -346,8 +346,11 @@ class Output:
             part = part.narrow(role.dim, 0, role.size(tokens, seqs))
         if self.roles:
             role = self.roles[-1]
-            narrow = part.narrow_copy if copy else part.narrow  # one call costs the host less than a view and its copy
-            part = narrow(role.dim, 0, role.size(tokens, seqs))
+            size = role.size(tokens, seqs)
+            if copy and size == part.shape[role.dim]:  # of the three ways the one that costs the host least
+                part = part.clone(memory_format=torch.contiguous_format)
+            else:
+                part = (part.narrow_copy if copy else part.narrow)(role.dim, 0, size)
         elif copy:
             part = part.clone()
         if batch is not None and self.holds_batch(static):

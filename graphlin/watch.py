@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules import module as nn_module
 
 from graphlin.errors import StaleAddress
 
-_dtype = operator.attrgetter("dtype")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -20,6 +20,10 @@ def hooks_of(block: nn.Module) -> Iterator[tuple[str, dict]]:
             yield path or "the block", getattr(module, name)
     for name in _HOOKS:
         yield "all modules (torch.nn.modules.module.register_module_...)", getattr(nn_module, f"_global{name}")
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.size(), tensor.stride()
 
 
 class Watch:
@@ -39,11 +43,9 @@ class Watch:
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
-        self._dtypes = [t.dtype for t in self._tensors]                    # a cast there and back may end at the same address
-        self._sizes = [t.size() for t in self._tensors]
-        self._dense = [t for t in self._tensors if t.is_contiguous()]      # then the sizes tell the strides
-        self._strided = [t for t in self._tensors if not t.is_contiguous()]
-        self._strides = [t.stride() for t in self._strided]
+        self._forms = list(map(_form, self._tensors))                      # a cast there and back may end at the same address
+        self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=[list(size) for _, size, _ in self._forms],
+                                    dynamic_dims_strides=[list(stride) for _, _, stride in self._forms])
         self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
@@ -53,13 +55,15 @@ class Watch:
                 and list(map(len, self._filled)) == self._counts
                 and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and list(map(_dtype, self._tensors)) == self._dtypes
-                and list(map(torch.Tensor.size, self._tensors)) == self._sizes
-                and all(map(torch.Tensor.is_contiguous, self._dense))
-                and list(map(torch.Tensor.stride, self._strided)) == self._strides)
+                and self._has_forms())
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
+
+    def _has_forms(self) -> bool:
+        """Whether dtypes, sizes and strides are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
+        autocast and inference mode, which are no concern here: their no is only a maybe."""
+        return self._guards.check(*self._tensors) or list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:
         for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):

@@ -128,3 +128,15 @@ def test_device_facts(cuda):
     major, minor = torch.cuda.get_device_capability(cuda)
     assert backend.arch(cuda) == f"sm_{major}{minor}"
     assert backend.num_cores(torch.device("cuda")) == torch.cuda.get_device_properties(cuda).multi_processor_count
+
+
+def test_a_capture_may_use_what_was_cached_before_it(cuda):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    cached = torch.empty(1 << 28, device=cuda)
+    del cached
+    assert torch.cuda.memory_reserved() >= before + (1 << 30)
+    seen = []
+    record(cuda, lambda: seen.append(torch.cuda.memory_reserved()))
+    assert seen[0] < before + (1 << 30)

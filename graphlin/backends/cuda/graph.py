@@ -34,6 +34,7 @@ def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[to
     """Captures the body on `stream`. After a failure the capture is ended, the graph reset and the stream usable."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), compiles_refused(torch.cuda.is_current_stream_capturing), _failures_typed():
+        torch.cuda.empty_cache()  # what a warm-up left cached a capture can neither take nor free
         graph.capture_begin(pool=pool, capture_error_mode=error_mode)
         try:
             with syncs_refused():

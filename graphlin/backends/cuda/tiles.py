@@ -92,10 +92,10 @@ def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Laun
 
 
 def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """A warp walks down 512 bytes of a row at a time, or half of that where more than four taps need the registers."""
-    width = (512 if K <= 4 else 256) // dtype.itemsize
-    BD = block_size(V, width)
-    return LaunchRecord(dict(BR=min(16, 2 * width // BD), BD=BD, UNROLL=4, ROWWISE=False), num_warps=2, waves=16)
+    """A program walks down two rows of 128 channels: one warp has the registers for that, with up to four taps."""
+    BD = block_size(V, 128)
+    return LaunchRecord(dict(BR=min(16, 256 // BD), BD=BD, UNROLL=4, ROWWISE=False),
+                        num_warps=1 if K <= 4 and dtype.itemsize == 2 else 2, waves=16)
 
 
 _RECORDS = {
@@ -116,7 +116,7 @@ _RECORDS = {
     "kda_inter_gradients": _kda_inter,
     "kda_intra_gradients": _kda_intra,
     "kda_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord({}, num_warps=8, waves=8),
-    "sum_chunks": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=32, BX=64)),
+    "sum_chunks": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=16, BX=32), num_warps=1),
 }
 
 
