@@ -34,7 +34,7 @@ def _part(crossing, EDGE: tl.constexpr, cu, N, T):
 def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H: tl.constexpr, HV: tl.constexpr,
                     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                     USE_H0: tl.constexpr, V_FIRST: tl.constexpr, TRANSITION: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                    PREC: tl.constexpr):
+                    PREC: tl.constexpr, STAGES: tl.constexpr):
     """Programs (value head, tile of Bᵀ `[V, K]`, then of Mᵀ `[K, K]` if TRANSITION), for the sequence over the last edge. One
     that starts on this rank starts from h0."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -57,19 +57,25 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
             b_s += tl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
         n = tl.where(is_offset | both, n, 0)
     n_v = tl.where(is_offset, n, 0)
-    for i_t in range(0, (n + BT - 1) // BT):
-        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
+    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_r[None, :]
+    o_tt = o_c[:, None] * BT + o_c[None, :]
+    for i_t in tl.range(0, (n + BT - 1) // BT, num_stages=STAGES):
         row = bos + i_t * BT
-        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_r[None, :]
-        m_tk = row_mask(i_t * BT + o_c < n, o_k, K, BK)
-        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
-        b_v = tl.load(v + p_v, mask=row_mask(i_t * BT + o_c < n_v, o_r, V, BV), other=0.)                # [BT, BV]
-        b_at = tl.trans(tl.load(A + p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]))                   # [BT, BT]
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
+        p_k = (row * H + i_h) * K
+        m_tk = row_mask(o_c < n - i_t * BT, o_k, K, BK)
+        b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                               # [BT, BK]
+        b_kw = b_k
+        if PER_CHANNEL:
+            b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
+        p_v = v + (row * HV + i_hv) * V
+        b_v = tl.load(p_v + o_tv, mask=row_mask(o_c < n_v - i_t * BT, o_r, V, BV), other=0.)             # [BT, BV]
+        b_at = tl.trans(tl.load(A + p * (BT * BT) + o_tt))                                               # [BT, BT]
+        b_decay, b_read, b_write, _ = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(b_s.to(b_k.dtype), tl.trans(b_k), input_precision=PREC)
-        b_decay, b_read, b_write, _ = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
-        _, b_s = next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL, PREC)
+        _, b_s = next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
     ROWS: tl.constexpr = V + K if TRANSITION else V
     p_m = (tl.cast(i_hv, tl.int64) * ROWS + tl.where(is_offset, 0, V)) * K
     m_m = row_mask(o_r < tl.where(is_offset, V, K), o_k, K, BK)
@@ -80,7 +86,7 @@ def delta_state_map(k, kw, v, A, G, scales, h0, maps, crossing, cu, N, T, NS, H:
 def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N, T, NS, H: tl.constexpr,
                        HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                        BV: tl.constexpr, USE_DHT: tl.constexpr, V_FIRST: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                       PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                       PREC: tl.constexpr, COPY_LHS: tl.constexpr, STAGES: tl.constexpr):
     """Programs (value head, tile of Cᵀ `[V, K]`), for the sequence over the first edge. One that ends on this rank starts
     from dht."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -94,22 +100,29 @@ def delta_gradient_map(q, k, kw, do, A, P, G, scales, dht, maps, crossing, cu, N
     if USE_DHT:
         if both == 0:
             b_r += load_state(dht, i_n * HV + i_hv, o_k, o_v, K, V, V_FIRST)
+    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+    o_tt = o_c[:, None] * BT + o_c[None, :]
     NC = (n + BT - 1) // BT
-    for i in range(0, NC):
+    for i in tl.range(0, NC, num_stages=STAGES):
         i_t = NC - 1 - i
-        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
         row = bos + i_t * BT
-        p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
-        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        m_t = i_t * BT + o_c < n
-        m_tk = row_mask(m_t, o_k, K, BK)
-        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
-        b_dot = tl.trans(tl.load(do + p_v, mask=row_mask(m_t, o_v, V, BV), other=0.))                    # [BV, BT]
+        left = n - i_t * BT
+        p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
+        p_k = (row * H + i_h) * K
+        m_tk = row_mask(o_c < left, o_k, K, BK)
+        b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                               # [BT, BK]
+        b_kw = b_k
+        if PER_CHANNEL:
+            b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
+        p_v = do + (row * HV + i_hv) * V
+        b_dot = tl.trans(tl.load(p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.))           # [BV, BT]
+        b_p = tl.load(P + p * (BT * BT) + o_tt)                                                          # [BT, BT]
+        b_a = tl.load(A + p * (BT * BT) + o_tt)
         b_ro = b_r.to(b_k.dtype)
         b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
-        b_dv = value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL, PREC, COPY_LHS)
-        b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+        b_dv = value_gradient(b_ro, b_dot, b_kw, b_p, b_a, b_write, PER_CHANNEL, PREC, COPY_LHS)
+        b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
         b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
     p_m = tl.cast(i_hv, tl.int64) * (V * K)
     tl.store(maps + p_m + o_v[:, None] * K + o_k[None, :], b_r, mask=row_mask(o_v < V, o_k, K, BK))
@@ -128,7 +141,7 @@ def run_state_map(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, 
     tiles = -(-V // record.tiles["BV"]) + (-(-K // record.tiles["BV"]) if transition else 0)
     launch(delta_state_map, HV * tiles, k, kw, v, A, G, scales, h0, maps, crossing, packing.cu, packing.N, packing.T, packing.NS,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, V_FIRST=v_first, TRANSITION=transition,
-           PER_CHANNEL=operands.per_channel)
+           PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
     return maps
 
 
@@ -140,5 +153,5 @@ def run_gradient_map(operands: Operands, do: torch.Tensor, dht: torch.Tensor | N
     record = record_for("delta_gradient_map", do.device, K=K, V=V, BT=packing.BT, dtype=do.dtype)
     launch(delta_gradient_map, HV * -(-V // record.tiles["BV"]), *operands.recurrence[:3], do, *operands.recurrence[3:], dht,
            maps, crossing, packing.cu, packing.N, packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT,
-           USE_DHT=dht is not None, V_FIRST=v_first, PER_CHANNEL=operands.per_channel)
+           USE_DHT=dht is not None, V_FIRST=v_first, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
     return maps

@@ -16,7 +16,7 @@ import triton.language as tl
 from graphlin.backends import LaunchRecord
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.launch import grid_stride, launch, record_for
+from graphlin.kernels.launch import grid_stride, launch, record_for, stages_of
 from graphlin.kernels.packing import Packing
 
 
@@ -56,12 +56,10 @@ def chunk_scales(G, scales, p, o_k, K: tl.constexpr, BT: tl.constexpr, PER_CHANN
 
 
 @triton.jit
-def next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL: tl.constexpr,
-               PREC: tl.constexpr):
+def next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
     """E, transposed, and S after a chunk, from (A V)ᵀ and z = Sᵀ kᵀ."""
     if PER_CHANNEL:
         b_e = tl.dot((-b_z).to(b_k.dtype), b_at, b_e, input_precision=PREC)
-        b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)
         b_s = tl.dot(b_e.to(b_k.dtype), b_kw, b_s * b_decay, input_precision=PREC)
     else:
         b_e = tl.dot((-(b_z * b_read[None, :])).to(b_k.dtype), b_at, b_e, input_precision=PREC)
@@ -70,16 +68,14 @@ def next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write
 
 
 @triton.jit
-def value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr,
+def value_gradient(b_ro, b_dot, b_kw, b_p, b_a, b_write, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr,
                    COPY_LHS: tl.constexpr):
     """dV of a chunk, transposed: [BV, BT]."""
-    if PER_CHANNEL:
-        b_kw = tl.load(kw + p_k, mask=m_tk, other=0.)                                                    # [BT, BK]
-        b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                        # [BV, BT]
-    else:
-        b_de = tl.dot(b_ro, tl.trans(b_k), input_precision=PREC) * b_write[None, :]
-    b_de = tl.dot(keep(b_dot, COPY_LHS), tl.load(P + p_c), b_de, input_precision=PREC)
-    return tl.dot(b_de.to(b_k.dtype), tl.load(A + p_c), input_precision=PREC)
+    b_de = tl.dot(b_ro, tl.trans(b_kw), input_precision=PREC)                                            # [BV, BT]
+    if not PER_CHANNEL:
+        b_de = b_de * b_write[None, :]
+    b_de = tl.dot(keep(b_dot, COPY_LHS), b_p, b_de, input_precision=PREC)
+    return tl.dot(b_de.to(b_kw.dtype), b_a, input_precision=PREC)
 
 
 @triton.jit
@@ -96,10 +92,31 @@ def previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CH
 
 
 @triton.jit
+def _store_rows(p_x, b_x, m_x, left, LAST: tl.constexpr):
+    """A chunk's rows of a tensor from their transpose. LAST: in an `if`, which always holds, and which Triton's pipeliner puts
+    behind the loads for later chunks."""
+    if LAST:
+        if left > 0:
+            tl.store(p_x, tl.trans(b_x).to(p_x.dtype.element_ty), mask=m_x)
+    else:
+        tl.store(p_x, tl.trans(b_x).to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _store_output(p_o, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr):
+    b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)                                              # [BV, BT]
+    if not PER_CHANNEL:
+        b_o = b_o * b_out[None, :]
+    b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
+    tl.store(p_o, tl.trans(b_o).to(p_o.dtype.element_ty), mask=m_tv)
+
+
+@triton.jit
 def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T, NS,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+                STAGES: tl.constexpr):
     """Carries S over one sequence. OUTPUT: writes o (and ht); else stores what the gradients need, S before each chunk and E."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -108,39 +125,44 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
+    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+    o_tt = o_c[:, None] * BT + o_c[None, :]
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_H0:
         b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
-    for i_t in range(0, (n + BT - 1) // BT):
+    for i_t in tl.range(0, (n + BT - 1) // BT, num_stages=STAGES):
         row = bos + i_t * BT
+        left = n - i_t * BT
         p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
-        p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
-        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        m_t = i_t * BT + o_c < n
-        m_tk = row_mask(m_t, o_k, K, BK)
-        m_tv = row_mask(m_t, o_v, V, BV)
-        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
-        b_v = tl.load(v + p_v, mask=m_tv, other=0.)                                                      # [BT, BV]
-        b_at = tl.trans(tl.load(A + p_c))                                                                # [BT, BT]
+        p_k = (row * H + i_h) * K
+        p_v = (row * HV + i_hv) * V
+        m_tk = row_mask(o_c < left, o_k, K, BK)
+        b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                               # [BT, BK]
+        b_kw = b_k
+        if PER_CHANNEL:
+            b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
+        b_v = tl.load(v + p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.)                   # [BT, BV]
+        b_at = tl.trans(tl.load(A + p * (BT * BT) + o_tt))                                               # [BT, BT]
         b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
         b_so = b_s.to(k.dtype.element_ty)
         if not OUTPUT:
-            p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
-            tl.store(St + p_s, b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
+            p_s = St + p * (K * V)
+            tl.store(p_s + (o_v[:, None] * K + o_k[None, :]), b_so.to(St.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC)
-        b_e, b_s = next_state(b_s, b_e, b_z, b_k, b_at, kw, p_k, m_tk, b_decay, b_read, b_write, PER_CHANNEL, PREC)
+        b_e, b_s = next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
+        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
         if OUTPUT:
-            b_q = tl.load(q + p_k, mask=m_tk, other=0.)
-            b_p = tl.load(P + p_c)
-            b_o = tl.dot(b_so, tl.trans(b_q), input_precision=PREC)
+            b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
+            b_p = tl.load(P + p * (BT * BT) + o_tt)
             if not PER_CHANNEL:
-                b_o = b_o * b_out[None, :]
-            b_o = tl.dot(b_e.to(b_p.dtype), tl.trans(b_p), b_o, input_precision=PREC)
-            tl.store(o + p_v, tl.trans(b_o).to(o.dtype.element_ty), mask=m_tv)
+                if left > 0:        # as in _store_rows
+                    _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
+            else:
+                _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
         else:
-            tl.store(E + p_v, tl.trans(b_e).to(E.dtype.element_ty), mask=m_tv)
+            _store_rows(E + p_v + o_tv, b_e, m_tv, left, not PER_CHANNEL)
     if STORE_HT:
         _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
 
@@ -149,7 +171,8 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
 def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS,
                    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
-                   VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr):
+                   VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+                   STAGES: tl.constexpr):
     """Carries R over one sequence, last chunk first; stores R after each chunk, dv and dh0."""
     i_n = i_nh // HV
     i_hv = i_nh % HV
@@ -158,30 +181,37 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
+    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
+    o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+    o_tt = o_c[:, None] * BT + o_c[None, :]
     b_r = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_DHT:
         b_r += load_state(dht, i_nh, o_k, o_v, K, V, V_FIRST)
     NC = (n + BT - 1) // BT
-    for i in range(0, NC):
+    for i in tl.range(0, NC, num_stages=STAGES):
         i_t = NC - 1 - i
         row = bos + i_t * BT
+        left = n - i_t * BT
         p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
-        p_c = p * (BT * BT) + o_c[:, None] * BT + o_c[None, :]
-        p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        p_v = (row * HV + i_hv) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        m_t = i_t * BT + o_c < n
-        m_tk = row_mask(m_t, o_k, K, BK)
-        m_tv = row_mask(m_t, o_v, V, BV)
-        b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                      # [BT, BK]
-        b_dot = tl.trans(tl.load(do + p_v, mask=m_tv, other=0.))                                         # [BV, BT]
+        p_k = (row * H + i_h) * K
+        p_v = (row * HV + i_hv) * V
+        m_tk = row_mask(o_c < left, o_k, K, BK)
+        b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                               # [BT, BK]
+        b_kw = b_k
+        if PER_CHANNEL:
+            b_kw = tl.load(kw + p_k + o_tk, mask=m_tk, other=0.)
+        b_dot = tl.trans(tl.load(do + p_v + o_tv, mask=row_mask(o_c < left, o_v, V, BV), other=0.))      # [BV, BT]
+        b_p = tl.load(P + p * (BT * BT) + o_tt)                                                          # [BT, BT]
+        b_a = tl.load(A + p * (BT * BT) + o_tt)
         b_ro = b_r.to(k.dtype.element_ty)
-        p_s = p * (K * V) + o_v[:, None] * K + o_k[None, :]
-        tl.store(Rt + p_s, b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
+        p_s = Rt + p * (K * V)
+        tl.store(p_s + (o_v[:, None] * K + o_k[None, :]), b_ro.to(Rt.dtype.element_ty), mask=row_mask(o_v < V, o_k, K, BK))
         b_decay, b_read, b_write, b_out = chunk_scales(G, scales, p, o_k, K, BT, PER_CHANNEL)
-        b_dv = value_gradient(b_ro, b_dot, b_k, kw, P, A, p_k, p_c, m_tk, b_write, PER_CHANNEL, PREC, COPY_LHS)
-        tl.store(dv + p_v, tl.trans(b_dv).to(dv.dtype.element_ty), mask=m_tv)
-        b_q = tl.load(q + p_k, mask=m_tk, other=0.)
+        b_dv = value_gradient(b_ro, b_dot, b_kw, b_p, b_a, b_write, PER_CHANNEL, PREC, COPY_LHS)
+        b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
         b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
+        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
+        _store_rows(dv + p_v + o_tv, b_dv, m_tv, left, not PER_CHANNEL)
     if STORE_DH0:
         _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
 
@@ -191,16 +221,17 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                     PERSISTENT: tl.constexpr):
+                     PERSISTENT: tl.constexpr, STAGES: tl.constexpr):
     """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K."""
     NV: tl.constexpr = (V + BV - 1) // BV
     if PERSISTENT:
         for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
             _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, H,
-                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
+                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     else:
         _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
-                    T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS)
+                    T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS,
+                    STAGES)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
@@ -210,7 +241,8 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
                           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr):
+                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr,
+                          STAGES: tl.constexpr):
     """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
     program each or, PERSISTENT, grid-stride in each half of the programs."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -219,18 +251,18 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
     if PERSISTENT:
         if tl.program_id(0) < half:
             for i_task in range(i_p, N * (HV * NV), half):
-                _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS,
-                               H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
+                _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, H, HV,
+                               K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
         else:
             for i_task in range(i_p, N * (HV * NV), half):
-                _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS,
-                            H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
+                _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS, H, HV,
+                            K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     elif tl.program_id(0) < half:
-        _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K,
-                       V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS)
+        _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
+                       BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     else:
-        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K,
-                    V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS)
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
+                    BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     if VARLEN:
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
@@ -249,7 +281,7 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     grid = _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
-           VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel)
+           VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
     return o, ht
 
 
@@ -263,8 +295,9 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
+    stages = record.num_stages if operands.per_channel else stages_of(grid, record, v.device)
     launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
            packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
-           PER_CHANNEL=operands.per_channel)
+           PER_CHANNEL=operands.per_channel, STAGES=stages)
     return St, E, Rt, dv, dh0

@@ -49,3 +49,10 @@ def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
     """Programs of a kernel that strides over `tasks`: as many as run at once, no more than there are tasks, at least one
     (which zeroes the inactive rows where there is no chunk)."""
     return max(1, min(tasks, record.waves * get_backend(device).num_cores(device)))
+
+
+def stages_of(programs: int, record: LaunchRecord, device: torch.device) -> int:
+    """Pipeline stages of a kernel whose record asks for as many as fill a core's memory: those where each program has a core,
+    two, which leave room for a second program, where there are more programs than cores."""
+    crowded = programs > get_backend(device).num_cores(device)
+    return min(record.num_stages, 2) if crowded else record.num_stages

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphlin.backends import get_backend
+from graphlin.backends import LaunchRecord, get_backend
 from graphlin.backends.npu.tiles import launch_record as npu_record
+from graphlin.kernels.launch import stages_of
 from graphlin.ops.chunks import prepare_chunk_indices
-from tests.inputs import GDN, cu_of, gdn_inputs
+from tests.inputs import GDN, cu_of, gdn_inputs, gdn_upstream, run
 from tests.ops.op_cases import OP_CASES, assert_bitwise
 from tests.ops.standard_check import standard_check
 
@@ -66,3 +67,20 @@ def test_sums_stored_in_each_round_start_anew_with_each_value_head(device, ascen
     problem = GDN(lengths=(21,), H=1, HV=2, V=80, chunk_size=16, dtype=torch.float32)
     standard_check(problem, device, gdn_inputs(problem, device))
     assert "GROUPS" in ascend_forms
+
+
+def test_stages_follow_the_number_of_programs(device, monkeypatch):
+    monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 4)
+    deep, shallow = LaunchRecord(num_stages=3), LaunchRecord(num_stages=1)
+    assert [stages_of(programs, deep, device) for programs in (4, 5)] == [3, 2]
+    assert [stages_of(programs, shallow, device) for programs in (4, 5)] == [1, 1]
+
+
+def test_the_number_of_programs_changes_no_bit(device, monkeypatch):
+    """As many cores as there are programs, and one: on Hopper the recurrences of the backward take three stages, and two."""
+    problem = GDN(lengths=(70, 33), K=48, V=48, chunk_size=32, dtype=torch.bfloat16)
+    inputs, results = gdn_inputs(problem, device), []
+    for cores in (1000, 1):
+        monkeypatch.setattr(get_backend(device), "num_cores", lambda device, cores=cores: cores)
+        results.append(run(problem.op, inputs, gdn_upstream(problem, inputs), **problem.op_options))
+    assert_bitwise(*results, "with one core")

@@ -41,10 +41,11 @@ def _gradient_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Laun
     return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "PERSISTENT"})
 
 
-def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    if K > 128 or dtype == torch.float32 or arch != "sm_90":
+def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """On Hopper products of 64 rows, which take the state from registers, and loads that are two chunks ahead."""
+    if arch != "sm_90" or dtype == torch.float32 or not 32 < K <= 128 or V <= 32:
         return _recurrence(arch, K, V, R, dtype)
-    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=block_size(V, 64), PERSISTENT=False), num_stages=2)
+    return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=64, PERSISTENT=False), num_stages=3)
 
 
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -114,8 +115,8 @@ _RECORDS = {
     "conv_forward": _conv_forward,
     "conv_backward": _conv_backward,
     "gdn_prep": _prep,
-    "delta_recurrence": _recurrence,
-    "delta_two_recurrences": _two_recurrences,
+    "delta_recurrence": _long_recurrence,
+    "delta_two_recurrences": _long_recurrence,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
