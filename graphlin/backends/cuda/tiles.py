@@ -50,7 +50,8 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
 
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32 or arch != "sm_90":
-        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), BV=block_size(V, 32)), num_warps=8, num_stages=2)
+        columns = 16 if arch == "sm_80" else 32
+        return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), BV=block_size(V, columns)), num_warps=8, num_stages=2)
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 64), BV=block_size(V, 64)), num_stages=3)
 
 
