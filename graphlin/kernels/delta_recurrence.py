@@ -13,10 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.backends import LaunchRecord
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.launch import grid_stride, launch, record_for, stages_of
+from graphlin.kernels.launch import launch, programs_of, record_for, stages_of
 from graphlin.kernels.packing import Packing
 
 
@@ -267,10 +266,6 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
 
-def _programs(tasks: int, record: LaunchRecord, device: torch.device) -> int:
-    return grid_stride(tasks, record, device) if record.tiles["PERSISTENT"] else tasks
-
-
 def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
                    packing: Packing) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o like v, and the final state float32 if wanted."""
@@ -278,7 +273,7 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    grid = _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
+    grid = programs_of(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS,
            record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
            VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
@@ -294,7 +289,7 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     E, dv = torch.empty_like(v), torch.empty_like(v)
     dh0 = torch.empty_like(h0) if store_dh0 else None
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    grid = 2 * _programs(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
+    grid = 2 * programs_of(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     stages = record.num_stages if operands.per_channel else stages_of(grid, record, v.device)
     launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
            packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,

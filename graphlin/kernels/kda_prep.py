@@ -17,7 +17,7 @@ from graphlin.kernels.gates import decay_rate, inverse_norm, load_channel_gates,
 from graphlin.kernels.kda_anchors import anchoring, block_cumsum, block_pairs, level_decay, level_pairs
 from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.kda_products import anchored_products
-from graphlin.kernels.launch import grid_stride, launch, record_for
+from graphlin.kernels.launch import launch, programs_of, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
 
@@ -270,9 +270,7 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     operands = Operands(*rows, *square, G, None, *vectors, sums)
     record = record_for("kda_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     safe, lift = anchoring(prologue, q.dtype, record)
-    tasks = packing.NT * HV
-    programs = grid_stride(tasks, record, q.device) if record.tiles["PERSISTENT"] else tasks
-    launch(kda_prep, programs, q, k, g, beta, prologue.A_log, prologue.dt_bias, *rows,
+    launch(kda_prep, programs_of(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias, *rows,
            *square, G, *vectors, sums, packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale,
            prologue.lowest, lift, record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, SAFE=safe, VARLEN=packing.varlen,
            GRAPH_CAPTURE=packing.capture)

@@ -51,6 +51,11 @@ def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
     return max(1, min(tasks, record.waves * get_backend(device).num_cores(device)))
 
 
+def programs_of(tasks: int, record: LaunchRecord, device: torch.device) -> int:
+    """Programs of a kernel whose record says by PERSISTENT whether it strides over its tasks or has a program for each."""
+    return grid_stride(tasks, record, device) if record.tiles["PERSISTENT"] else tasks
+
+
 def stages_of(programs: int, record: LaunchRecord, device: torch.device) -> int:
     """Pipeline stages of a kernel whose record asks for as many as fill a core's memory: those where each program has a core,
     two, which leave room for a second program, where there are more programs than cores."""
