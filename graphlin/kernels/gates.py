@@ -60,16 +60,19 @@ def log_decay(b_u, rate, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr):
+def gate_gradients(b_dg, b_u, rate, lower_bound, GATE: tl.constexpr, FAST: tl.constexpr = False):
     """Gradients of raw gates and the terms of A_log's, from those of the log decays; 0 where a log decay was cut off."""
-    b_dg = tl.where(log_decay(b_u, rate, lower_bound, GATE) < MIN_LOG_DECAY, 0.0, b_dg)
-    b_da = tl.zeros_like(b_dg)
-    if GATE == SOFTPLUS:
-        b_da = b_dg * -rate * softplus(b_u)
-        b_dg = -b_dg * rate * sigmoid(b_u)
-    elif GATE == BOUNDED:
-        b_dg = b_dg * (lower_bound * rate) * sigmoid_slope(rate * b_u)
-        b_da = b_dg * b_u
+    if FAST and GATE == BOUNDED:
+        b_dg, b_da = _bounded_gradients(b_dg, b_u, rate, lower_bound)
+    else:
+        b_dg = tl.where(log_decay(b_u, rate, lower_bound, GATE) < MIN_LOG_DECAY, 0.0, b_dg)
+        b_da = tl.zeros_like(b_dg)
+        if GATE == SOFTPLUS:
+            b_da = b_dg * -rate * softplus(b_u)
+            b_dg = -b_dg * rate * sigmoid(b_u)
+        elif GATE == BOUNDED:
+            b_dg = b_dg * (lower_bound * rate) * sigmoid_slope(rate * b_u)
+            b_da = b_dg * b_u
     return b_dg, b_da
 
 
@@ -128,11 +131,30 @@ def exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _reciprocal(x, FAST: tl.constexpr):
+    """1 / x. FAST is one instruction of NVIDIA's, of x whose reciprocal is no denormal number."""
+    if FAST:
+        x = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        x = 1.0 / x
+    return x
+
+
+@triton.jit
 def _bounded_decay(b_u, rate, lower_bound):
     """log_decay of a bounded gate, of which no denormal results are wanted: the FAST form."""
-    e = exp2(b_u * (rate * -LOG2E), True) + 1.0
-    e = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e], dtype=tl.float32, is_pure=True, pack=1)
-    return lower_bound * e
+    return lower_bound * _reciprocal(exp2(b_u * (rate * -LOG2E), True) + 1.0, True)
+
+
+@triton.jit
+def _bounded_gradients(b_dg, b_u, rate, lower_bound):
+    """gate_gradients of a bounded gate, the FAST form: sigmoid and its slope of one exponential."""
+    x = rate * b_u
+    e = exp2(tl.abs(x) * -LOG2E, True)
+    r = _reciprocal(1.0 + e, True)
+    b_dg = tl.where(lower_bound * tl.where(x >= 0, r, e * r) < MIN_LOG_DECAY, 0.0, b_dg)
+    b_dg = b_dg * ((lower_bound * rate) * (e * (r * r)))
+    return b_dg, b_dg * b_u
 
 
 @triton.jit

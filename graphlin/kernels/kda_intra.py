@@ -13,8 +13,8 @@ import triton.language as tl
 
 from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, row_mask, sequence, zero_rows
 from graphlin.kernels.gates import decay_rate, gate_gradients, load_channel_gates
-from graphlin.kernels.kda_anchors import level_decay, level_pairs
-from graphlin.kernels.kda_pairwise import pairwise_gradients
+from graphlin.kernels.kda_block import block_gradients, log_decay_gradient
+from graphlin.kernels.kda_unrolled import unrolled_chunk_gradients
 
 
 @triton.jit
@@ -87,72 +87,6 @@ def _read_earlier(k, c, b, rk, fw, ts, p_q, p_r, p_b, p_c, p_f, p_t, i_b, o_b, o
 
 
 @triton.jit
-def _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, h: tl.constexpr, BK: tl.constexpr,
-                     PREC: tl.constexpr):
-    """Adds the pairs of a dyadic level."""
-    DT: tl.constexpr = b_f.dtype
-    b_e = level_decay(b_c, h, 16, BK)
-    x_q = (b_q * b_e).to(DT)
-    x_k = (b_k * b_e).to(DT)
-    x_y = (b_y * b_e).to(DT)
-    m = level_pairs(h, 16)
-    b_f = tl.where(m, b_f, 0.0).to(DT)
-    b_w = tl.where(m, b_w, 0.0).to(DT)
-    u = tl.dot(b_f, x_y, input_precision=PREC)                                                           # [16, BK]
-    b_dq += b_e * u
-    b_a += x_q.to(tl.float32) * u
-    u = tl.dot(b_w, x_y, input_precision=PREC)
-    b_dr += b_e * u
-    b_a += x_k.to(tl.float32) * u
-    u = tl.dot(tl.trans(b_f), x_q, input_precision=PREC)
-    u = tl.dot(tl.trans(b_w), x_k, u, input_precision=PREC)
-    b_dw += b_e * u
-    b_a -= x_y.to(tl.float32) * u
-    return b_dq, b_dr, b_dw, b_a
-
-
-@triton.jit
-def _block_gradients(b_q, b_k, b_y, b_c, b_er, u_q, u_k, b_f, b_w, b_dw, b_a, lift, BK: tl.constexpr, SAFE: tl.constexpr,
-                     PAIRWISE: tl.constexpr, PREC: tl.constexpr):
-    """Adds the pairs of one block, with F and W masked to i > j, to the sums u over the earlier ones. Returns dq, ρ, κ, a."""
-    DT: tl.constexpr = b_f.dtype
-    x_q = (b_q * b_er).to(DT)
-    x_k = (b_k * b_er).to(DT)
-    if SAFE:
-        b_ec = tl.exp2(-b_c) * (1.0 / lift)
-        x_y = (b_y * b_ec).to(DT)
-        u_q = tl.dot(b_f, x_y, u_q, input_precision=PREC)                                                # [16, BK]
-        u_k = tl.dot(b_w, x_y, u_k, input_precision=PREC)
-        u = tl.dot(tl.trans(b_f), x_q, input_precision=PREC)
-        u = tl.dot(tl.trans(b_w), x_k, u, input_precision=PREC)
-        b_dw += b_ec * u
-        b_a -= x_y.to(tl.float32) * u
-    b_a += x_q.to(tl.float32) * u_q + x_k.to(tl.float32) * u_k
-    b_dq = b_er * u_q
-    b_dr = b_er * u_k
-    if PAIRWISE:
-        b_dq, b_dr, b_dw, b_a = pairwise_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 16, BK)
-    elif not SAFE:
-        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 8, BK, PREC)
-        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 4, BK, PREC)
-        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 2, BK, PREC)
-        b_dq, b_dr, b_dw, b_a = _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, 1, BK, PREC)
-    return b_dq, b_dr, b_dw, b_a
-
-
-@triton.jit
-def _log_decay_gradient(b_a, b_w, b_all, o_b, PREC: tl.constexpr, REV_SCAN: tl.constexpr):
-    """dg of a block's rows: a is due to its row and those before it, w to the rows behind it, all to every row."""
-    before = tl.where(o_b[:, None] > o_b[None, :], 1.0, 0.0)     # a difference of sums would lose what decays leave of terms
-    b_dg = tl.dot(before, b_w, input_precision=PREC) + b_all[None, :]
-    if REV_SCAN:
-        b_dg += tl.cumsum(b_a, 0, reverse=True)
-    else:
-        b_dg += tl.sum(b_a, 0)[None, :] - tl.cumsum(b_a, 0) + b_a
-    return b_dg
-
-
-@triton.jit
 def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, p_g, p_b, p_c, p_f, p_t, p_w, p_d, i_hv, i_b,
                  o_k, first_row, n, b_all, rate, lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
                  BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
@@ -181,7 +115,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
     p = fw + p_f + first * (BT + 1) + (o_b[:, None] * BT + o_b[None, :])
     b_f = tl.load(p)                                                                                     # [16, 16]
     b_eye = tl.sum(tl.where(o_b[:, None] == o_b[None, :], b_f.to(tl.float32), 0.0), 1)                   # [16]
-    b_dq, b_dr, b_dw, b_a = _block_gradients(
+    b_dq, b_dr, b_dw, b_a = block_gradients(
         b_q, b_k, b_y, b_c, b_er, u_q, u_k, tl.where(o_b[:, None] > o_b[None, :], b_f, 0.0).to(DT), tl.load(p + BT * BT),
         b_ew * b_dw, b_a, lift, BK, SAFE, PAIRWISE, PREC)
 
@@ -202,7 +136,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
 
     m_tk = row_mask(m_t, o_k, K, BK)
     p_x = p_g + first * (HV * K)
-    b_dg = _log_decay_gradient(b_a, b_w, b_all + b_past, o_b, PREC, REV_SCAN)
+    b_dg = log_decay_gradient(b_a, b_w, b_all + b_past, o_b, PREC, REV_SCAN)
     b_u = load_channel_gates(g, dt_bias, p_x, i_hv, m_t, o_b, o_k, HV, K, BK, BIAS)
     b_dg, b_da = gate_gradients(tl.where(m_tk, b_dg, 0.0), b_u, rate, lower_bound, GATE)
     tl.store(dg + p_x + (o_b[:, None] * (HV * K) + o_k[None, :]), b_dg.to(dg.dtype.element_ty), mask=m_tk)
@@ -213,7 +147,7 @@ def _intra_block(q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, p_q, p_r, 
 def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, i_hv, i_k, cu, T, NS, scale,
                  lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr,
-                 REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr):
+                 REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr, UNROLLED: tl.constexpr, FAST: tl.constexpr):
     NK: tl.constexpr = (K + BK - 1) // BK
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
@@ -221,23 +155,45 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk,
     i_h = i_hv // (HV // H)
     p = slot * HV + i_hv
     o_k = i_k * BK + tl.arange(0, BK)
-    b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
-    b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
-    b_da = tl.zeros([16, BK], dtype=tl.float32)
-    b_db = tl.zeros([16, BK], dtype=tl.float32)
-    for i in range(0, BT // 16):
-        a, da, db = _intra_block(
-            q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
-            (row * HV + i_hv) * K, p * BT, p * (BT * K), p * (2 * BT * BT), p * (3 * BT * K), p * (2 * BT * NK * BK),
-            (i_k * NS * HV + p) * BT, i_hv, BT // 16 - 1 - i, o_k, i_t * BT, n, b_all, decay_rate(A_log, i_hv), lower_bound, lift,
-            scale, H, HV, K, BT, BK, NK, GATE, BIAS, SAFE, PREC, REV_SCAN, PAIRWISE)
-        b_all += a
-        b_da += da
-        b_db += db
-    if GATE > 0:
-        p_a = p * (2 * NK * BK) + o_k
-        tl.store(pa + p_a, tl.sum(b_da, 0))
-        tl.store(pa + p_a + NK * BK, tl.sum(b_db, 0))
+    if (SAFE and BT == 64) and UNROLLED:
+        unrolled_chunk_gradients(
+            q, k, g, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, (row * H + i_h) * K, (slot * H + i_h) * BT,
+            (row * HV + i_hv) * K, p, (i_k * NS * HV + p) * BT, i_hv, o_k, i_t * BT, n, decay_rate(A_log, i_hv), lower_bound,
+            lift, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, REV_SCAN, FAST)
+    else:
+        b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
+        b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
+        b_da = tl.zeros([16, BK], dtype=tl.float32)
+        b_db = tl.zeros([16, BK], dtype=tl.float32)
+        for i in range(0, BT // 16):
+            a, da, db = _intra_block(
+                q, k, g, dt_bias, c, b, rq, rk, fw, ts, dg, dqk, pb, (row * H + i_h) * K, (slot * H + i_h) * BT,
+                (row * HV + i_hv) * K, p * BT, p * (BT * K), p * (2 * BT * BT), p * (3 * BT * K), p * (2 * BT * NK * BK),
+                (i_k * NS * HV + p) * BT, i_hv, BT // 16 - 1 - i, o_k, i_t * BT, n, b_all, decay_rate(A_log, i_hv), lower_bound,
+                lift, scale, H, HV, K, BT, BK, NK, GATE, BIAS, SAFE, PREC, REV_SCAN, PAIRWISE)
+            b_all += a
+            b_da += da
+            b_db += db
+        if GATE > 0:
+            p_a = p * (2 * NK * BK) + o_k
+            tl.store(pa + p_a, tl.sum(b_da, 0))
+            tl.store(pa + p_a + NK * BK, tl.sum(b_db, 0))
+
+
+@triton.jit
+def _intra_task(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_task, cu, chunks, N, T, NTS, NS, scale,
+                lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
+                PREC: tl.constexpr, REV_SCAN: tl.constexpr, PAIRWISE: tl.constexpr, UNROLLED: tl.constexpr, FAST: tl.constexpr):
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_n, i_t = chunk(chunks, i_task // (HV * NK), NTS, VARLEN)
+    live = True
+    if GRAPH_CAPTURE:
+        live = (i_n >= 0) & (i_n < N)
+    if live:
+        _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NK) % HV,
+                     i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, PREC,
+                     REV_SCAN, PAIRWISE, UNROLLED, FAST)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
@@ -245,17 +201,19 @@ def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, d
                         scale, lower_bound, lift, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                         BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SAFE: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, REV_SCAN: tl.constexpr,
-                        PAIRWISE: tl.constexpr):
-    """Tasks (chunk, value head, K tile), grid-stride."""
+                        PAIRWISE: tl.constexpr, UNROLLED: tl.constexpr, FAST: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Tasks (chunk, value head, K tile), a program each or, PERSISTENT, grid-stride."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (HV * NK), tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // (HV * NK), NTS, VARLEN)
-        live = True
-        if GRAPH_CAPTURE:
-            live = (i_n >= 0) & (i_n < N)
-        if live:
-            _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_n, i_t, (i_task // NK) % HV,
-                         i_task % NK, cu, T, NS, scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, PREC,
-                         REV_SCAN, PAIRWISE)
+    tasks = chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (HV * NK)
+    first = tl.program_id(0)
+    if PERSISTENT:
+        for i_task in range(first, tasks, tl.num_programs(0)):
+            _intra_task(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, i_task, cu, chunks, N, T, NTS, NS,
+                        scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, GRAPH_CAPTURE, PREC, REV_SCAN,
+                        PAIRWISE, UNROLLED, FAST)
+    elif first < tasks:
+        _intra_task(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, first, cu, chunks, N, T, NTS, NS,
+                    scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, GRAPH_CAPTURE, PREC, REV_SCAN, PAIRWISE,
+                    UNROLLED, FAST)
     if VARLEN:
         zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)

@@ -79,3 +79,25 @@ def test_sums_by_products_or_by_scans(device, monkeypatch, chunk_size):
     scanned, multiplied = results
     assert (scanned - multiplied).norm() <= tolerance * scanned.norm()
     assert not torch.equal(scanned, multiplied)
+
+
+@pytest.mark.parametrize("problem", [
+    KDA(lengths=(70, 21), HV=2, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(64, 0, 49), H=1, HV=1, K=24, chunk_size=64, gate="raw", lower_bound=-5., safe_gate=True, beta="sigmoid"),
+], ids=str)
+@pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
+def test_blocks_in_a_loop_or_written_out(device, monkeypatch, problem, unrolled):
+    """The gradients of a bounded gate's chunks take either form, as the record says (UNROLLED)."""
+    backend, launched = get_backend(device), []
+    launch_record = backend.launch_record
+
+    def changed_record(kernel, **options):
+        record = launch_record(kernel, **options)
+        if kernel == "kda_intra_gradients":
+            launched.append(options["BT"])
+            record = replace(record, tiles={**record.tiles, "PAIRWISE": False, "UNROLLED": unrolled})
+        return record
+
+    monkeypatch.setattr(backend, "launch_record", changed_record)
+    standard_check(problem, device)
+    assert set(launched) == {64}

@@ -23,7 +23,8 @@ _TILES = {
     "kda_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False, PAIRWISE=False, SUMS=1,
                                   FAST=False, PERSISTENT=False),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), REV_SCAN=True, PAIRWISE=False),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), REV_SCAN=True, PAIRWISE=False, UNROLLED=True,
+                                              FAST=False, PERSISTENT=True),
     "kda_finish_gradients": lambda K, V: dict(BD=block_size(K, 128)),
     "sum_chunks": lambda K, V: dict(BR=32, BX=block_size(V, 512)),
 }

@@ -23,7 +23,8 @@ _TILES = {
     "kda_prep": lambda K, V: dict(_DOT, BK=block_size(K, 32), PREC_INV="ieee", BI=16, DOT_BLOCKS=True, PAIRWISE=True, SUMS=0,
                                   FAST=False, PERSISTENT=True),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
-    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=True),
+    "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=True, UNROLLED=False,
+                                              FAST=False, PERSISTENT=True),
     "kda_finish_gradients": lambda K, V: dict(BD=block_size(K, 32)),
     "sum_chunks": lambda K, V: dict(BR=32, BX=64),
 }
