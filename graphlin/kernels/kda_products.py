@@ -2,7 +2,8 @@
 
 A half of 32 rows stays in the threads where matrix products leave it. Sums of log decays are products with zeros and ones, which
 need no scan from thread to thread. The pairs inside blocks of 16 rows, which have the constant anchor (see kda_anchors), and the
-others have accumulators of their own, masked once at the end.
+others have accumulators of their own, masked once at the end. The second half lies with its two blocks swapped: then the products
+between its blocks fall into columns that the first half leaves zero, and both halves share one accumulator.
 """
 
 import triton
@@ -14,105 +15,119 @@ from graphlin.kernels.triangular import leading_half
 
 
 @triton.jit
-def _summands(SIZE: tl.constexpr, BEHIND: tl.constexpr, HB: tl.constexpr, SUMS: tl.constexpr):
-    """[HB, HB] zeros and ones that sum over the rows of a block of SIZE rows, up to a row or BEHIND it."""
-    o = tl.arange(0, HB)
-    if BEHIND:
-        m = o[:, None] < o[None, :]
+def _summands(KIND: tl.constexpr, SUMS: tl.constexpr):
+    """[32, 32] zeros and ones that sum over the rows of a block of 16 up to a row (KIND 0) or behind it (1), or over those of the
+    other block (2)."""
+    o = tl.arange(0, 32)
+    same = (o // 16)[:, None] == (o // 16)[None, :]
+    if KIND == 0:
+        m = same & (o[:, None] >= o[None, :])
+    elif KIND == 1:
+        m = same & (o[:, None] < o[None, :])
     else:
-        m = o[:, None] >= o[None, :]
-    m = m & ((o // SIZE)[:, None] == (o // SIZE)[None, :])
+        m = (o // 16)[:, None] != (o // 16)[None, :]
     return tl.where(m, 1.0, 0.0).to(tl.float32 if SUMS == 1 else tl.bfloat16)
 
 
 @triton.jit
-def _sums(b_one, b_g, at, HB: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr):
-    """at + one g: [HB, BK].
-
-    SUMS 1: as float32. 2: with g rounded to 16 bits, whose bfloat16 halves give exact products. As all sums are over the same
-    rounded decays, their differences fit: it is as if the gate were another by 2^-17 of itself.
-    """
-    b_c = tl.zeros([HB, BK], dtype=tl.float32) + at
+def _sums(b_one, b_h, b_l, at, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr):
+    """at + one (h + l): [HB, BK]."""
+    b_c = tl.zeros([32, BK], dtype=tl.float32) + at
     if SUMS == 1:
-        b_c = tl.dot(b_one, b_g, b_c, input_precision=PREC)
+        b_c = tl.dot(b_one, b_h, b_c, input_precision=PREC)
     else:
-        b_h = leading_half(b_g)
-        b_c = tl.dot(b_one, (b_g - b_h).to(tl.bfloat16), b_c)
-        b_c = tl.dot(b_one, b_h.to(tl.bfloat16), b_c)
+        b_c = tl.dot(b_one, b_h, tl.dot(b_one, b_l, b_c))
     return b_c
 
 
 @triton.jit
-def _block_product(b_x, b_y, b_z, HB: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr):
-    """z + x yᵀ of each block of 16 rows: [HB // 16, 16, 16]."""
-    NB: tl.constexpr = HB // 16
-    b_y = tl.permute(tl.reshape(b_y, [NB, 16, BK]), (0, 2, 1))
-    return tl.dot(tl.reshape(b_x, [NB, 16, BK]), b_y, b_z, input_precision=PREC)
+def _halves(b_g, SUMS: tl.constexpr):
+    """The operands of sums over log decays. SUMS 1: as float32. 2: rounded to 16 bits, whose bfloat16 halves give exact products.
+    As all sums are over the same rounded decays, their differences fit: it is as if the gate were another by 2^-17 of itself."""
+    if SUMS == 1:
+        return b_g, b_g
+    else:
+        b_h = leading_half(b_g)
+        return b_h.to(tl.bfloat16), (b_g - b_h).to(tl.bfloat16)
 
 
 @triton.jit
-def _half(q, k, g, dt_bias, c, i_hv, m_t, o_k, rate, lower_bound, l_2, s_block, s_later, s_half, s_rest, n_b, m_b, n_h, m_h,
-          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr, GATE: tl.constexpr,
+def _block_product(b_x, b_y, b_z, BK: tl.constexpr, PREC: tl.constexpr):
+    """z + x yᵀ of each block of 16 rows: [2, 16, 16]."""
+    b_y = tl.permute(tl.reshape(b_y, [2, 16, BK]), (0, 2, 1))
+    return tl.dot(tl.reshape(b_x, [2, 16, BK]), b_y, b_z, input_precision=PREC)
+
+
+@triton.jit
+def _half(q, k, g, dt_bias, c, i_hv, o_h, m_t, first, o_k, rate, lower_bound, lift, l_2, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
+          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr,
           BIAS: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
-    """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end (`[HB, BK]`), the sum
-    of its log decays; adds the products of the pairs in its blocks and between them. Stores c where a backward will read it."""
-    o_h = tl.arange(0, HB)
+    """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
+    decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
+    a backward will read it. o_h are the rows in the half, first tells those of its first block."""
     m = row_mask(m_t, o_k, K, BK)
     p = o_h[:, None] * (H * K) + o_k[None, :]
     b_g = masked_decay(load_channel_gates(g, dt_bias, 0, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS), m, rate, lower_bound, GATE, FAST)
     b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                                # [HB, BK]
     b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
-    b_c = _sums(s_block, b_g, l_2, HB, BK, SUMS, PREC)
+    g_h, g_l = _halves(b_g, SUMS)
+    b_c = _sums(s_upto, g_h, g_l, l_2, BK, SUMS, PREC)
+    b_r = _sums(s_behind, g_h, g_l, 0.0, BK, SUMS, PREC)
+    b_t = _sums(s_other, g_h, g_l, 0.0, BK, SUMS, PREC)
     if c is not None:
         tl.store(c + o_h[:, None] * K + o_k[None, :], b_c - l_2, mask=(o_k < K)[None, :])
     b_e = exp2(b_c, FAST)
     x_q = (b_q * b_e).to(DT)
     x_k = (b_k * b_e).to(DT)
     b_y = (b_k * exp2(-b_c, FAST)).to(DT)
-    n_b = _block_product(x_k, b_y, n_b, HB, BK, PREC)
-    m_b = _block_product(x_q, b_y, m_b, HB, BK, PREC)
-    b_y = tl.trans((b_k * exp2(_sums(s_later, b_g, -l_2, HB, BK, SUMS, PREC), FAST)).to(DT))
+    n_b = _block_product(x_k, b_y, n_b, BK, PREC)
+    m_b = _block_product(x_q, b_y, m_b, BK, PREC)
+    b_w = exp2(b_r, FAST)
+    b_o = exp2(b_t, FAST)
+    b_y = tl.trans((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT))
     n_h = tl.dot(x_k, b_y, n_h, input_precision=PREC)
     m_h = tl.dot(x_q, b_y, m_h, input_precision=PREC)
-    b_c = _sums(s_half, b_g, 0.0, HB, BK, SUMS, PREC)
-    b_t = tl.sum(tl.where((o_h == HB - 1)[:, None], b_c, 0.0), 0)
-    b_e = exp2(b_c, FAST)
-    b_w = b_k * exp2(_sums(s_rest, b_g, 0.0, HB, BK, SUMS, PREC), FAST)
-    return b_q * b_e, b_k * b_e, b_w, b_t, n_b, m_b, n_h, m_h
+    b_e *= tl.where(first, 1.0, b_o) * (1.0 / lift)
+    b_w *= tl.where(first, b_o, 1.0)
+    return b_q * b_e, b_k * b_e, b_k * b_w, b_c + b_r + (b_t - l_2), b_e * b_w, n_b, m_b, n_h, m_h
 
 
 @triton.jit
-def _half_matrix(b_b, b_h, HB: tl.constexpr):
-    """`[HB, HB]` of the products in blocks and those between them."""
-    NB: tl.constexpr = HB // 16
-    o = tl.arange(0, HB) // 16
-    b_b = tl.reshape(tl.broadcast_to(b_b[:, :, None, :], [NB, 16, NB, 16]), [HB, HB])
-    return tl.where(o[:, None] == o[None, :], b_b, b_h)
+def _half_matrix(b_b, b_h, first, STRICT: tl.constexpr):
+    """`[HB, HB]` of the products in blocks and those between them, of pairs i > j or i >= j."""
+    o = tl.arange(0, 32)
+    same = (o // 16)[:, None] == (o // 16)[None, :]
+    b_b = tl.reshape(tl.broadcast_to(b_b[:, :, None, :], [2, 16, 2, 16]), [32, 32])
+    if STRICT:
+        b_b = tl.where(o[:, None] > o[None, :], b_b, 0.0)
+    else:
+        b_b = tl.where(o[:, None] >= o[None, :], b_b, 0.0)
+    return tl.where(same, b_b, tl.where(first, 0.0, b_h))
 
 
 @triton.jit
-def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate,
+def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, o_1, rate,
                       lower_bound, lift, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                       BK: tl.constexpr, HB: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
                       SUMS: tl.constexpr, FAST: tl.constexpr):
-    """N and M of the blocks of a chunk without β, r_q, r_k; stores q̃, k̃, k_w and G_C on the way, tile by tile."""
+    """N and M of the blocks of a chunk without β, r_q, r_k; stores q̃, k̃, k_w and G_C on the way, tile by tile. o_1 are the rows
+    of the second half, its blocks swapped."""
     NK: tl.constexpr = (K + BK - 1) // BK
     DT: tl.constexpr = qd.dtype.element_ty
     o_h = tl.arange(0, HB)
-    n_b0 = tl.zeros([HB // 16, 16, 16], dtype=tl.float32)
-    m_b0 = tl.zeros([HB // 16, 16, 16], dtype=tl.float32)
-    n_b1 = tl.zeros([HB // 16, 16, 16], dtype=tl.float32)
-    m_b1 = tl.zeros([HB // 16, 16, 16], dtype=tl.float32)
-    n_00 = tl.zeros([HB, HB], dtype=tl.float32)
-    m_00 = tl.zeros([HB, HB], dtype=tl.float32)
+    first_0 = (o_h < 16)[:, None]
+    first_1 = (o_1 < 16)[:, None]
+    n_b0 = tl.zeros([2, 16, 16], dtype=tl.float32)
+    m_b0 = tl.zeros([2, 16, 16], dtype=tl.float32)
+    n_b1 = tl.zeros([2, 16, 16], dtype=tl.float32)
+    m_b1 = tl.zeros([2, 16, 16], dtype=tl.float32)
+    n_h = tl.zeros([HB, HB], dtype=tl.float32)
+    m_h = tl.zeros([HB, HB], dtype=tl.float32)
     n_10 = tl.zeros([HB, HB], dtype=tl.float32)
     m_10 = tl.zeros([HB, HB], dtype=tl.float32)
-    n_11 = tl.zeros([HB, HB], dtype=tl.float32)
-    m_11 = tl.zeros([HB, HB], dtype=tl.float32)
-    s_block = _summands(16, False, HB, SUMS)
-    s_later = _summands(16, True, HB, SUMS)
-    s_half = _summands(HB, False, HB, SUMS)
-    s_rest = _summands(HB, True, HB, SUMS)
+    s_upto = _summands(0, SUMS)
+    s_behind = _summands(1, SUMS)
+    s_other = _summands(2, SUMS)
     l_2 = tl.log2(lift)
     q += p_q
     k += p_q
@@ -128,32 +143,29 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         o_k = i_k * BK + tl.arange(0, BK)
         p_y = o_h[:, None] * (HV * K) + o_k[None, :]
         m_y = row_mask(m_0, o_k, K, BK)
-        q_0, k_0, w_0, t_0, n_b0, m_b0, n_00, m_00 = _half(
-            q, k, g, dt_bias, c, i_hv, m_0, o_k, rate, lower_bound, l_2, s_block, s_later, s_half, s_rest, n_b0, m_b0, n_00, m_00,
-            H, HV, K, BK, HB, GATE, BIAS, DT, PREC, SUMS, FAST)
+        q_0, k_0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
+            q, k, g, dt_bias, c, i_hv, o_h, m_0, first_0, o_k, rate, lower_bound, lift, l_2, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
+            m_h, H, HV, K, BK, GATE, BIAS, DT, PREC, SUMS, FAST)
         tl.store(qd + p_y, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + p_y, (k_0 * rk_0[:, None]).to(DT), mask=m_y)
         if BT == 64:
-            p_z = p_y + HB * HV * K
+            p_z = HB * HV * K + o_1[:, None] * (HV * K) + o_k[None, :]
             m_z = row_mask(m_1, o_k, K, BK)
             b_y = tl.trans(w_0.to(DT))
-            q_1, k_1, w_1, t_1, n_b1, m_b1, n_11, m_11 = _half(
-                q + HB * H * K, k + HB * H * K, g + HB * HV * K, dt_bias, c_1, i_hv, m_1, o_k, rate, lower_bound, l_2, s_block,
-                s_later, s_half, s_rest, n_b1, m_b1, n_11, m_11, H, HV, K, BK, HB, GATE, BIAS, DT, PREC, SUMS, FAST)
+            q_1, k_1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
+                q + HB * H * K, k + HB * H * K, g + HB * HV * K, dt_bias, c_1, i_hv, o_1, m_1, first_1, o_k, rate, lower_bound, lift,
+                l_2, s_upto, s_behind, s_other, n_b1, m_b1, n_h, m_h, H, HV, K, BK, GATE, BIAS, DT, PREC, SUMS, FAST)
             n_10 = tl.dot(k_1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
-            b_e = exp2(t_0, FAST)[None, :]
-            tl.store(qd + p_z, (q_1 * b_e * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
-            tl.store(kd + p_z, (k_1 * b_e * rk_1[:, None]).to(DT), mask=m_z)
+            tl.store(qd + p_z, (q_1 * d_0 * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
+            tl.store(kd + p_z, (k_1 * d_0 * rk_1[:, None]).to(DT), mask=m_z)
             tl.store(kw + p_z, (w_1 * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
-            w_0 = w_0 * exp2(t_1, FAST)[None, :]
+            w_0 = w_0 * d_1
             t_0 += t_1
         tl.store(kw + p_y, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
-        tl.store(GC + p_b * K + o_k, t_0, mask=o_k < K)
-    strict = o_h[:, None] > o_h[None, :]
-    lower = o_h[:, None] >= o_h[None, :]
-    n_00 = tl.where(strict, _half_matrix(n_b0, n_00, HB), 0.0)
-    m_00 = tl.where(lower, _half_matrix(m_b0, m_00, HB), 0.0)
-    n_11 = tl.where(strict, _half_matrix(n_b1, n_11, HB), 0.0)
-    m_11 = tl.where(lower, _half_matrix(m_b1, m_11, HB), 0.0)
+        tl.store(GC + p_b * K + o_h[:, None] * 0 + o_k[None, :], t_0, mask=(o_h == 0)[:, None] & (o_k < K)[None, :])
+    n_00 = _half_matrix(n_b0, n_h, first_0, True)
+    m_00 = _half_matrix(m_b0, m_h, first_0, False)
+    n_11 = _half_matrix(n_b1, n_h, first_1, True)
+    m_11 = _half_matrix(m_b1, m_h, first_1, False)
     return n_00, m_00, n_10, m_10, n_11, m_11

@@ -59,10 +59,12 @@ def _block_diagonal(b_d, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr,
 
 
 @triton.jit
-def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+                       SWAPPED: tl.constexpr = False):
     """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
     merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
-    everything when keys are alike. With DOT_BLOCKS, BI is at least 16, the least that a dot sums over.
+    everything when keys are alike. With DOT_BLOCKS, BI is at least 16, the least that a dot sums over. SWAPPED:
+    of 32 rows the last 16 come first.
     """
     tl.static_assert(BT <= 32 and BI <= BT)
     tl.static_assert(BI >= 16 or not DOT_BLOCKS)
@@ -81,14 +83,17 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
     if BI <= 8 and BT > 8:
         b_m = _merge(b_x, b_m, 8, BT, PREC)
     if BI <= 16 and BT > 16:
-        b_m = _merge(b_x, b_m, 16, BT, PREC)
+        b_m = _merge(b_x, b_m, 16, BT, PREC, SWAPPED)
     return b_m
 
 
 @triton.jit
-def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr):
+def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr = False):
     """Inverses of blocks of 2h rows from those of h rows."""
     o_c = tl.arange(0, BT)
-    pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & ((o_c // h)[:, None] > (o_c // h)[None, :])
+    later = (o_c // h)[:, None] > (o_c // h)[None, :]
+    if SWAPPED:
+        later = (o_c // h)[:, None] < (o_c // h)[None, :]
+    pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & later
     b_x = tl.where(pair, b_x, 0.0)
     return b_m - float32_dot(b_m, float32_dot(b_x, b_m, PREC), PREC)
