@@ -19,7 +19,7 @@ from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.kda_products import anchored_products
 from graphlin.kernels.launch import launch, programs_of, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
+from graphlin.kernels.triangular import float32_dot, two_unit_lower_inverses, unit_lower_inverse
 
 
 @triton.jit
@@ -223,7 +223,11 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     p_0 = p_c + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
     tl.store(P + p_0, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
+    n_00 = n_00 * rk_0[:, None] * b_w
+    if SWAPPED:
+        a_0, a_1 = two_unit_lower_inverses(n_00, n_11 * rk_1[:, None] * (rk_1 * b_1)[None, :], HB, BI, PREC_INV, DOT_BLOCKS)
+    else:
+        a_0 = unit_lower_inverse(n_00, HB, BI, PREC_INV, DOT_BLOCKS)
     tl.store(A + p_0, a_0.to(A.dtype.element_ty))
     if TWO:
         p_10 = p_c + HB * BT + o_1[:, None] * BT + o_h[None, :]
@@ -232,7 +236,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
         n_10 = float32_dot(n_10 * rk_1[:, None] * b_w, a_0, PREC_INV)
         b_w = (rk_1 * b_1)[None, :]
         tl.store(P + p_11, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS, SWAPPED)
+        if not SWAPPED:
+            a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
         tl.store(A + p_11, a_1.to(A.dtype.element_ty))
         n_10 = float32_dot(a_1, n_10, PREC_INV)
         tl.store(A + p_10, (-n_10).to(A.dtype.element_ty))

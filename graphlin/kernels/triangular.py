@@ -59,36 +59,64 @@ def _block_diagonal(b_d, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr,
 
 
 @triton.jit
-def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr,
-                       SWAPPED: tl.constexpr = False):
-    """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
-    merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
-    everything when keys are alike. With DOT_BLOCKS, BI is at least 16, the least that a dot sums over. SWAPPED:
-    of 32 rows the last 16 come first.
-    """
-    tl.static_assert(BT <= 32 and BI <= BT)
-    tl.static_assert(BI >= 16 or not DOT_BLOCKS)
+def _identities(BT: tl.constexpr, BI: tl.constexpr):
     NB: tl.constexpr = BT // BI
     o_s = tl.arange(0, BI)
-    b_d = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
-    b_m = tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, 0.0) + tl.zeros([NB, BI, BI], dtype=tl.float32)
-    for j in range(0, BI - 1):
-        at_j = o_s == j
-        b_col = tl.sum(tl.where(at_j[None, None, :], b_d, 0.0), 2)                                       # [NB, BI]
-        b_row = tl.sum(tl.where(at_j[None, :, None], b_m, 0.0), 1)                                       # [NB, BI]
-        b_m = b_m - b_col[:, :, None] * b_row[:, None, :]
-    b_m = _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS)
+    return tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, 0.0) + tl.zeros([NB, BI, BI], dtype=tl.float32)
+
+
+@triton.jit
+def _substitute(b_d, b_m, j, BI: tl.constexpr):
+    """Step j of forward substitution: takes row j, which is final, times column j of d from the rows below."""
+    at_j = tl.arange(0, BI) == j
+    b_col = tl.sum(tl.where(at_j[None, None, :], b_d, 0.0), 2)                                           # [NB, BI]
+    b_row = tl.sum(tl.where(at_j[None, :, None], b_m, 0.0), 1)                                           # [NB, BI]
+    return b_m - b_col[:, :, None] * b_row[:, None, :]
+
+
+@triton.jit
+def _merge_all(b_x, b_m, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr):
     if BI <= 4 and BT > 4:
-        b_m = _merge(b_x, b_m, 4, BT, PREC)
+        b_m = _merge(b_x, b_m, 4, BT, PREC, False)
     if BI <= 8 and BT > 8:
-        b_m = _merge(b_x, b_m, 8, BT, PREC)
+        b_m = _merge(b_x, b_m, 8, BT, PREC, False)
     if BI <= 16 and BT > 16:
         b_m = _merge(b_x, b_m, 16, BT, PREC, SWAPPED)
     return b_m
 
 
 @triton.jit
-def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr = False):
+def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+    """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
+    merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
+    everything when keys are alike. With DOT_BLOCKS, BI is at least 16, the least that a dot sums over.
+    """
+    tl.static_assert(BT <= 32 and BI <= BT)
+    tl.static_assert(BI >= 16 or not DOT_BLOCKS)
+    b_d = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
+    b_m = _identities(BT, BI)
+    for j in range(0, BI - 1):
+        b_m = _substitute(b_d, b_m, j, BI)
+    return _merge_all(b_x, _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, False)
+
+
+@triton.jit
+def two_unit_lower_inverses(b_x, b_y, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+    """unit_lower_inverse of two at once, whose steps need not wait for each other's. Of the rows of y the last 16 come first."""
+    d_x = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
+    d_y = _diagonal_blocks(b_y, BT, BI, PREC, DOT_BLOCKS)
+    m_x = _identities(BT, BI)
+    m_y = _identities(BT, BI)
+    for j in range(0, BI - 1):
+        m_x = _substitute(d_x, m_x, j, BI)
+        m_y = _substitute(d_y, m_y, j, BI)
+    m_x = _merge_all(b_x, _block_diagonal(m_x, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, False)
+    m_y = _merge_all(b_y, _block_diagonal(m_y, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, True)
+    return m_x, m_y
+
+
+@triton.jit
+def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr):
     """Inverses of blocks of 2h rows from those of h rows."""
     o_c = tl.arange(0, BT)
     later = (o_c // h)[:, None] > (o_c // h)[None, :]
