@@ -59,18 +59,23 @@ def _block_product(b_x, b_y, b_z, BK: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _half(q, k, g, dt_bias, c, i_hv, o_h, m_t, first, o_k, rate, lower_bound, lift, l_2, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
-          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr,
-          BIAS: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
+def _decays(g, dt_bias, i_hv, o_h, m_t, o_k, rate, lower_bound, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+            GATE: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
+    """Log decays of a half, a tile of channels, as operands of sums."""
+    b_u = load_channel_gates(g, dt_bias, 0, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS)
+    return _halves(masked_decay(b_u, row_mask(m_t, o_k, K, BK), rate, lower_bound, GATE, FAST), SUMS)
+
+
+@triton.jit
+def _half(q, k, g_h, g_l, c, o_h, m_t, first, o_k, lift, l_2, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
+          H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
     decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
     a backward will read it. o_h are the rows in the half, first tells those of its first block."""
     m = row_mask(m_t, o_k, K, BK)
     p = o_h[:, None] * (H * K) + o_k[None, :]
-    b_g = masked_decay(load_channel_gates(g, dt_bias, 0, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS), m, rate, lower_bound, GATE, FAST)
     b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                                # [HB, BK]
     b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
-    g_h, g_l = _halves(b_g, SUMS)
     b_c = _sums(s_upto, g_h, g_l, l_2, BK, SUMS, PREC)
     b_r = _sums(s_behind, g_h, g_l, 0.0, BK, SUMS, PREC)
     b_t = _sums(s_other, g_h, g_l, 0.0, BK, SUMS, PREC)
@@ -143,9 +148,13 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         o_k = i_k * BK + tl.arange(0, BK)
         p_y = o_h[:, None] * (HV * K) + o_k[None, :]
         m_y = row_mask(m_0, o_k, K, BK)
+        g_0, l_0 = _decays(g, dt_bias, i_hv, o_h, m_0, o_k, rate, lower_bound, HV, K, BK, GATE, BIAS, SUMS, FAST)
+        g_1, l_1 = g_0, l_0
+        if BT == 64:
+            g_1, l_1 = _decays(g + HB * HV * K, dt_bias, i_hv, o_1, m_1, o_k, rate, lower_bound, HV, K, BK, GATE, BIAS, SUMS, FAST)
         q_0, k_0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
-            q, k, g, dt_bias, c, i_hv, o_h, m_0, first_0, o_k, rate, lower_bound, lift, l_2, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
-            m_h, H, HV, K, BK, GATE, BIAS, DT, PREC, SUMS, FAST)
+            q, k, g_0, l_0, c, o_h, m_0, first_0, o_k, lift, l_2, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
+            m_h, H, K, BK, DT, PREC, SUMS, FAST)
         tl.store(qd + p_y, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + p_y, (k_0 * rk_0[:, None]).to(DT), mask=m_y)
         if BT == 64:
@@ -153,8 +162,8 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
             m_z = row_mask(m_1, o_k, K, BK)
             b_y = tl.trans(w_0.to(DT))
             q_1, k_1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
-                q + HB * H * K, k + HB * H * K, g + HB * HV * K, dt_bias, c_1, i_hv, o_1, m_1, first_1, o_k, rate, lower_bound, lift,
-                l_2, s_upto, s_behind, s_other, n_b1, m_b1, n_h, m_h, H, HV, K, BK, GATE, BIAS, DT, PREC, SUMS, FAST)
+                q + HB * H * K, k + HB * H * K, g_1, l_1, c_1, o_1, m_1, first_1, o_k, lift, l_2,
+                s_upto, s_behind, s_other, n_b1, m_b1, n_h, m_h, H, K, BK, DT, PREC, SUMS, FAST)
             n_10 = tl.dot(k_1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
             tl.store(qd + p_z, (q_1 * d_0 * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
