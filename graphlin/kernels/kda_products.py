@@ -118,6 +118,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     """N and M of the blocks of a chunk without β, r_q, r_k; stores q̃, k̃, k_w and G_C on the way, tile by tile. o_1 are the rows
     of the second half, its blocks swapped."""
     NK: tl.constexpr = (K + BK - 1) // BK
+    tl.static_assert(NK <= HB)
     DT: tl.constexpr = qd.dtype.element_ty
     o_h = tl.arange(0, HB)
     first_0 = (o_h < 16)[:, None]
@@ -130,6 +131,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     m_h = tl.zeros([HB, HB], dtype=tl.float32)
     n_10 = tl.zeros([HB, HB], dtype=tl.float32)
     m_10 = tl.zeros([HB, HB], dtype=tl.float32)
+    b_G = tl.zeros([HB, BK], dtype=tl.float32)
     s_upto = _summands(0, SUMS)
     s_behind = _summands(1, SUMS)
     s_other = _summands(2, SUMS)
@@ -172,7 +174,10 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
             w_0 = w_0 * d_1
             t_0 += t_1
         tl.store(kw + p_y, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
-        tl.store(GC + p_b * K + o_h[:, None] * 0 + o_k[None, :], t_0, mask=(o_h == 0)[:, None] & (o_k < K)[None, :])
+        b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
+    o_k = tl.arange(0, BK)
+    o_G = o_h[:, None] * BK + o_k[None, :]
+    tl.store(GC + p_b * K + o_G, b_G, mask=o_G < K)
     n_00 = _half_matrix(n_b0, n_h, first_0, True)
     m_00 = _half_matrix(m_b0, m_h, first_0, False)
     n_11 = _half_matrix(n_b1, n_h, first_1, True)
