@@ -16,16 +16,12 @@ from graphlin.kernels.triangular import leading_half
 
 @triton.jit
 def _summands(KIND: tl.constexpr, SUMS: tl.constexpr):
-    """[32, 32] zeros and ones that sum over the rows of a block of 16 up to a row (KIND 0) or behind it (1), or over those of the
-    other block (2)."""
+    """[32, 32] zeros and ones that sum over the rows of a block of 16 up to a row (KIND 0) or behind it (1), or over all (2)."""
     o = tl.arange(0, 32)
     same = (o // 16)[:, None] == (o // 16)[None, :]
+    m = same & (o[:, None] < o[None, :])
     if KIND == 0:
         m = same & (o[:, None] >= o[None, :])
-    elif KIND == 1:
-        m = same & (o[:, None] < o[None, :])
-    else:
-        m = (o // 16)[:, None] != (o // 16)[None, :]
     return tl.where(m, 1.0, 0.0).to(tl.float32 if SUMS == 1 else tl.bfloat16)
 
 
@@ -59,28 +55,28 @@ def _block_product(b_x, b_y, b_z, BK: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _decays(g, dt_bias, i_hv, o_h, m_t, o_k, rate, lower_bound, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-            GATE: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
+def _decays(g, dt_bias, k_0, o_x, m, m_k, rate, lower_bound, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+            SUMS: tl.constexpr, FAST: tl.constexpr):
     """Log decays of a half, a tile of channels, as operands of sums."""
-    b_u = load_channel_gates(g, dt_bias, 0, i_hv, m_t, o_h, o_k, HV, K, BK, BIAS)
-    return _halves(masked_decay(b_u, row_mask(m_t, o_k, K, BK), rate, lower_bound, GATE, FAST), SUMS)
+    b_u = tl.load(g + k_0 + o_x, mask=m, other=0.).to(tl.float32)
+    if BIAS:
+        b_u += tl.load(dt_bias + k_0 + tl.arange(0, BK), mask=m_k, other=0.).to(tl.float32)[None, :]
+    return _halves(masked_decay(b_u, m, rate, lower_bound, GATE, FAST), SUMS)
 
 
 @triton.jit
-def _half(q, k, g_h, g_l, c, o_h, m_t, first, o_k, lift, l_2, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
-          H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
+def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, l_2, s_upto, s_behind, s_all, n_b, m_b, n_h, m_h,
+          BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
     decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
-    a backward will read it. o_h are the rows in the half, first tells those of its first block."""
-    m = row_mask(m_t, o_k, K, BK)
-    p = o_h[:, None] * (H * K) + o_k[None, :]
-    b_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                                # [HB, BK]
-    b_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
+    a backward will read it. first tells the rows of its first block."""
+    b_q = tl.load(q + o_x, mask=m, other=0.).to(tl.float32)                                              # [HB, BK]
+    b_k = tl.load(k + o_x, mask=m, other=0.).to(tl.float32)
     b_c = _sums(s_upto, g_h, g_l, l_2, BK, SUMS, PREC)
     b_r = _sums(s_behind, g_h, g_l, 0.0, BK, SUMS, PREC)
-    b_t = _sums(s_other, g_h, g_l, 0.0, BK, SUMS, PREC)
+    b_t = _sums(s_all, g_h, g_l, l_2, BK, SUMS, PREC)
     if c is not None:
-        tl.store(c + o_h[:, None] * K + o_k[None, :], b_c - l_2, mask=(o_k < K)[None, :])
+        tl.store(c + o_c, b_c - l_2, mask=m_k[None, :])
     b_e = exp2(b_c, FAST)
     x_q = (b_q * b_e).to(DT)
     x_k = (b_k * b_e).to(DT)
@@ -88,13 +84,13 @@ def _half(q, k, g_h, g_l, c, o_h, m_t, first, o_k, lift, l_2, s_upto, s_behind, 
     n_b = _block_product(x_k, b_y, n_b, BK, PREC)
     m_b = _block_product(x_q, b_y, m_b, BK, PREC)
     b_w = exp2(b_r, FAST)
-    b_o = exp2(b_t, FAST)
+    b_o = exp2((b_t - b_c) - b_r, FAST)
     b_y = tl.trans((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT))
     n_h = tl.dot(x_k, b_y, n_h, input_precision=PREC)
     m_h = tl.dot(x_q, b_y, m_h, input_precision=PREC)
     b_e *= tl.where(first, 1.0, b_o) * (1.0 / lift)
     b_w *= tl.where(first, b_o, 1.0)
-    return b_q * b_e, b_k * b_e, b_k * b_w, b_c + b_r + (b_t - l_2), b_e * b_w, n_b, m_b, n_h, m_h
+    return b_q * b_e, b_k * b_e, b_k * b_w, b_t, b_e * b_w, n_b, m_b, n_h, m_h
 
 
 @triton.jit
@@ -134,7 +130,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     b_G = tl.zeros([HB, BK], dtype=tl.float32)
     s_upto = _summands(0, SUMS)
     s_behind = _summands(1, SUMS)
-    s_other = _summands(2, SUMS)
+    s_all = tl.full([HB, HB], 1.0, tl.float32 if SUMS == 1 else tl.bfloat16)
     l_2 = tl.log2(lift)
     q += p_q
     k += p_q
@@ -142,41 +138,49 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     qd += p_g
     kd += p_g
     kw += p_g
-    c_1 = c
+    dt_bias_k = dt_bias
+    if BIAS:
+        dt_bias_k = dt_bias + i_hv * K
+    c_k = c
     if c is not None:
-        c += p_b * (BT * K)
-        c_1 = c + HB * K
+        c_k = c + p_b * (BT * K)
+    o_c = tl.arange(0, BK)
+    x_0 = o_h[:, None] * (H * K) + o_c[None, :]
+    x_1 = (HB + o_1)[:, None] * (H * K) + o_c[None, :]
+    y_0 = o_h[:, None] * (HV * K) + o_c[None, :]
+    y_1 = (HB + o_1)[:, None] * (HV * K) + o_c[None, :]
+    z_0 = o_h[:, None] * K + o_c[None, :]
+    z_1 = (HB + o_1)[:, None] * K + o_c[None, :]
     for i_k in range(0, NK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        p_y = o_h[:, None] * (HV * K) + o_k[None, :]
+        o_k = i_k * BK + o_c
+        k_0 = i_k * BK
+        m_k = o_k < K
         m_y = row_mask(m_0, o_k, K, BK)
-        g_0, l_0 = _decays(g, dt_bias, i_hv, o_h, m_0, o_k, rate, lower_bound, HV, K, BK, GATE, BIAS, SUMS, FAST)
+        m_z = row_mask(m_1, o_k, K, BK)
+        g_0, l_0 = _decays(g, dt_bias_k, k_0, y_0, m_y, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
         g_1, l_1 = g_0, l_0
         if BT == 64:
-            g_1, l_1 = _decays(g + HB * HV * K, dt_bias, i_hv, o_1, m_1, o_k, rate, lower_bound, HV, K, BK, GATE, BIAS, SUMS, FAST)
-        q_0, k_0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
-            q, k, g_0, l_0, c, o_h, m_0, first_0, o_k, lift, l_2, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
-            m_h, H, K, BK, DT, PREC, SUMS, FAST)
-        tl.store(qd + p_y, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
-        tl.store(kd + p_y, (k_0 * rk_0[:, None]).to(DT), mask=m_y)
+            g_1, l_1 = _decays(g, dt_bias_k, k_0, y_1, m_z, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
+        q_0, d_k0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
+            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, l_2, s_upto, s_behind, s_all, n_b0, m_b0, n_h,
+            m_h, BK, DT, PREC, SUMS, FAST)
+        tl.store(qd + k_0 + y_0, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
+        tl.store(kd + k_0 + y_0, (d_k0 * rk_0[:, None]).to(DT), mask=m_y)
         if BT == 64:
-            p_z = HB * HV * K + o_1[:, None] * (HV * K) + o_k[None, :]
-            m_z = row_mask(m_1, o_k, K, BK)
             b_y = tl.trans(w_0.to(DT))
-            q_1, k_1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
-                q + HB * H * K, k + HB * H * K, g_1, l_1, c_1, o_1, m_1, first_1, o_k, lift, l_2,
-                s_upto, s_behind, s_other, n_b1, m_b1, n_h, m_h, H, K, BK, DT, PREC, SUMS, FAST)
-            n_10 = tl.dot(k_1.to(DT), b_y, n_10, input_precision=PREC)
+            q_1, d_k1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
+                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, l_2, s_upto, s_behind, s_all, n_b1, m_b1, n_h,
+                m_h, BK, DT, PREC, SUMS, FAST)
+            n_10 = tl.dot(d_k1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
-            tl.store(qd + p_z, (q_1 * d_0 * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
-            tl.store(kd + p_z, (k_1 * d_0 * rk_1[:, None]).to(DT), mask=m_z)
-            tl.store(kw + p_z, (w_1 * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
+            tl.store(qd + k_0 + y_1, (q_1 * d_0 * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
+            tl.store(kd + k_0 + y_1, (d_k1 * d_0 * rk_1[:, None]).to(DT), mask=m_z)
+            tl.store(kw + k_0 + y_1, (w_1 * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
             w_0 = w_0 * d_1
-            t_0 += t_1
-        tl.store(kw + p_y, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
-        b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
-    o_k = tl.arange(0, BK)
-    o_G = o_h[:, None] * BK + o_k[None, :]
+            t_0 += t_1 - l_2
+        tl.store(kw + k_0 + y_0, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
+        b_G = tl.where((o_h == i_k)[:, None], t_0 - l_2, b_G)
+    o_G = o_h[:, None] * BK + o_c[None, :]
     tl.store(GC + p_b * K + o_G, b_G, mask=o_G < K)
     n_00 = _half_matrix(n_b0, n_h, first_0, True)
     m_00 = _half_matrix(m_b0, m_h, first_0, False)
