@@ -75,13 +75,11 @@ def _substitute(b_d, b_m, j, BI: tl.constexpr):
 
 
 @triton.jit
-def _merge_all(b_x, b_m, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr):
-    if BI <= 4 and BT > 4:
-        b_m = _merge(b_x, b_m, 4, BT, PREC, False)
-    if BI <= 8 and BT > 8:
-        b_m = _merge(b_x, b_m, 8, BT, PREC, False)
-    if BI <= 16 and BT > 16:
-        b_m = _merge(b_x, b_m, 16, BT, PREC, SWAPPED)
+def _merge_to_16(b_x, b_m, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr):
+    if BI <= 4:
+        b_m = _merge(b_x, b_m, 4, BT, PREC)
+    if BI <= 8:
+        b_m = _merge(b_x, b_m, 8, BT, PREC)
     return b_m
 
 
@@ -97,31 +95,37 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
     b_m = _identities(BT, BI)
     for j in range(0, BI - 1):
         b_m = _substitute(b_d, b_m, j, BI)
-    return _merge_all(b_x, _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, False)
+    b_m = _merge_to_16(b_x, _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC)
+    if BI <= 16 and BT > 16:
+        b_m = _merge(b_x, b_m, 16, BT, PREC)
+    return b_m
 
 
 @triton.jit
-def two_unit_lower_inverses(b_x, b_y, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
-    """unit_lower_inverse of two at once, whose steps need not wait for each other's. Of the rows of y the last 16 come first."""
-    d_x = _diagonal_blocks(b_x, BT, BI, PREC, DOT_BLOCKS)
-    d_y = _diagonal_blocks(b_y, BT, BI, PREC, DOT_BLOCKS)
-    m_x = _identities(BT, BI)
-    m_y = _identities(BT, BI)
+def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
+    """unit_lower_inverse of two `[32, 32]` at once: their steps do not wait for each other, and the last merge is one. Of the rows
+    and columns of y, and of its inverse, the last 16 come first, so that what x leaves zero in that merge is y's."""
+    d_x = _diagonal_blocks(b_x, 32, BI, PREC, DOT_BLOCKS)
+    d_y = _diagonal_blocks(b_y, 32, BI, PREC, DOT_BLOCKS)
+    m_x = _identities(32, BI)
+    m_y = _identities(32, BI)
     for j in range(0, BI - 1):
         m_x = _substitute(d_x, m_x, j, BI)
         m_y = _substitute(d_y, m_y, j, BI)
-    m_x = _merge_all(b_x, _block_diagonal(m_x, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, False)
-    m_y = _merge_all(b_y, _block_diagonal(m_y, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC, True)
-    return m_x, m_y
+    m_x = _merge_to_16(b_x, _block_diagonal(m_x, 32, BI, PREC, DOT_BLOCKS), 32, BI, PREC)
+    m_y = _merge_to_16(b_y, _block_diagonal(m_y, 32, BI, PREC, DOT_BLOCKS), 32, BI, PREC)
+    o_b = tl.arange(0, 32) // 16
+    upper = (o_b == 0)[:, None]
+    b_z = tl.where(o_b[:, None] != o_b[None, :], tl.where(upper, b_y, b_x), 0.0)
+    b_z = float32_dot(b_z, tl.where(upper, m_x, m_y), PREC)
+    b_z = float32_dot(tl.where(upper, m_y, m_x), b_z, PREC)
+    return m_x - tl.where(upper, 0.0, b_z), m_y - tl.where(upper, b_z, 0.0)
 
 
 @triton.jit
-def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr):
+def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr):
     """Inverses of blocks of 2h rows from those of h rows."""
     o_c = tl.arange(0, BT)
-    later = (o_c // h)[:, None] > (o_c // h)[None, :]
-    if SWAPPED:
-        later = (o_c // h)[:, None] < (o_c // h)[None, :]
-    pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & later
+    pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & ((o_c // h)[:, None] > (o_c // h)[None, :])
     b_x = tl.where(pair, b_x, 0.0)
     return b_m - float32_dot(b_m, float32_dot(b_x, b_m, PREC), PREC)
