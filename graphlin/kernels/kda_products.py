@@ -26,13 +26,12 @@ def _summands(KIND: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def _sums(b_one, b_h, b_l, at, BK: tl.constexpr, SUMS: tl.constexpr, PREC: tl.constexpr):
-    """at + one (h + l): [HB, BK]."""
-    b_c = tl.zeros([32, BK], dtype=tl.float32) + at
+def _sums(b_one, b_h, b_l, SUMS: tl.constexpr, PREC: tl.constexpr):
+    """one (h + l): [HB, BK]."""
     if SUMS == 1:
-        b_c = tl.dot(b_one, b_h, b_c, input_precision=PREC)
+        b_c = tl.dot(b_one, b_h, input_precision=PREC)
     else:
-        b_c = tl.dot(b_one, b_h, tl.dot(b_one, b_l, b_c))
+        b_c = tl.dot(b_one, b_h, tl.dot(b_one, b_l))
     return b_c
 
 
@@ -65,22 +64,22 @@ def _decays(g, dt_bias, k_0, o_x, m, m_k, rate, lower_bound, BK: tl.constexpr, G
 
 
 @triton.jit
-def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, l_2, s_upto, s_behind, s_all, n_b, m_b, n_h, m_h,
+def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_all, n_b, m_b, n_h, m_h,
           BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
     decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
     a backward will read it. first tells the rows of its first block."""
     b_q = tl.load(q + o_x, mask=m, other=0.).to(tl.float32)                                              # [HB, BK]
     b_k = tl.load(k + o_x, mask=m, other=0.).to(tl.float32)
-    b_c = _sums(s_upto, g_h, g_l, l_2, BK, SUMS, PREC)
-    b_r = _sums(s_behind, g_h, g_l, 0.0, BK, SUMS, PREC)
-    b_t = _sums(s_all, g_h, g_l, l_2, BK, SUMS, PREC)
+    b_c = _sums(s_upto, g_h, g_l, SUMS, PREC)
+    b_r = _sums(s_behind, g_h, g_l, SUMS, PREC)
+    b_t = _sums(s_all, g_h, g_l, SUMS, PREC)
     if c is not None:
-        tl.store(c + o_c, b_c - l_2, mask=m_k[None, :])
+        tl.store(c + o_c, b_c, mask=m_k[None, :])
     b_e = exp2(b_c, FAST)
-    x_q = (b_q * b_e).to(DT)
-    x_k = (b_k * b_e).to(DT)
-    b_y = (b_k * exp2(-b_c, FAST)).to(DT)
+    x_q = (b_q * (b_e * lift)).to(DT)
+    x_k = (b_k * (b_e * lift)).to(DT)
+    b_y = (b_k * (exp2(-b_c, FAST) * (1.0 / lift))).to(DT)
     n_b = _block_product(x_k, b_y, n_b, BK, PREC)
     m_b = _block_product(x_q, b_y, m_b, BK, PREC)
     b_w = exp2(b_r, FAST)
@@ -88,7 +87,7 @@ def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, l_2, s_upto, s_behin
     b_y = tl.trans((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT))
     n_h = tl.dot(x_k, b_y, n_h, input_precision=PREC)
     m_h = tl.dot(x_q, b_y, m_h, input_precision=PREC)
-    b_e *= tl.where(first, 1.0, b_o) * (1.0 / lift)
+    b_e *= tl.where(first, 1.0, b_o)
     b_w *= tl.where(first, b_o, 1.0)
     return b_q * b_e, b_k * b_e, b_k * b_w, b_t, b_e * b_w, n_b, m_b, n_h, m_h
 
@@ -131,7 +130,6 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     s_upto = _summands(0, SUMS)
     s_behind = _summands(1, SUMS)
     s_all = tl.full([HB, HB], 1.0, tl.float32 if SUMS == 1 else tl.bfloat16)
-    l_2 = tl.log2(lift)
     q += p_q
     k += p_q
     g += p_g
@@ -162,14 +160,14 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         if BT == 64:
             g_1, l_1 = _decays(g, dt_bias_k, k_0, y_1, m_z, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
         q_0, d_k0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
-            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, l_2, s_upto, s_behind, s_all, n_b0, m_b0, n_h,
+            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, s_upto, s_behind, s_all, n_b0, m_b0, n_h,
             m_h, BK, DT, PREC, SUMS, FAST)
         tl.store(qd + k_0 + y_0, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + k_0 + y_0, (d_k0 * rk_0[:, None]).to(DT), mask=m_y)
         if BT == 64:
             b_y = tl.trans(w_0.to(DT))
             q_1, d_k1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
-                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, l_2, s_upto, s_behind, s_all, n_b1, m_b1, n_h,
+                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, s_upto, s_behind, s_all, n_b1, m_b1, n_h,
                 m_h, BK, DT, PREC, SUMS, FAST)
             n_10 = tl.dot(d_k1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
@@ -177,9 +175,9 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
             tl.store(kd + k_0 + y_1, (d_k1 * d_0 * rk_1[:, None]).to(DT), mask=m_z)
             tl.store(kw + k_0 + y_1, (w_1 * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
             w_0 = w_0 * d_1
-            t_0 += t_1 - l_2
+            t_0 += t_1
         tl.store(kw + k_0 + y_0, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
-        b_G = tl.where((o_h == i_k)[:, None], t_0 - l_2, b_G)
+        b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
     o_G = o_h[:, None] * BK + o_c[None, :]
     tl.store(GC + p_b * K + o_G, b_G, mask=o_G < K)
     n_00 = _half_matrix(n_b0, n_h, first_0, True)
