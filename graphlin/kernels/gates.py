@@ -129,10 +129,10 @@ def exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _bounded_decay(b_u, rate, lower_bound):
-    """log_decay of a bounded gate, of which no denormal results are wanted: the FAST form."""
+    """Log decays (base 2) of a bounded gate, none of which is cut off, and of which no denormal results are wanted."""
     e = exp2(b_u * (rate * -LOG2E), True) + 1.0
     e = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e], dtype=tl.float32, is_pure=True, pack=1)
-    return lower_bound * e
+    return (lower_bound * LOG2E) * e
 
 
 @triton.jit
@@ -142,7 +142,8 @@ def masked_decay(b_u, m, rate, lower_bound, GATE: tl.constexpr, FAST: tl.constex
         b_g = _bounded_decay(b_u, rate, lower_bound)
     else:
         b_g = log_decay(b_u, rate, lower_bound, GATE)
-    return tl.where(m, tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g) * LOG2E, 0.0)
+        b_g = tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g) * LOG2E
+    return tl.where(m, b_g, 0.0)
 
 
 @triton.jit

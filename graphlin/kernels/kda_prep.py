@@ -24,25 +24,12 @@ from graphlin.kernels.triangular import float32_dot, two_unit_lower_inverses, un
 
 @triton.jit
 def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HB: tl.constexpr,
-                   L2: tl.constexpr, AHEAD: tl.constexpr):
+                   L2: tl.constexpr):
     """r_q and r_k of HB rows."""
     NK: tl.constexpr = (K + BK - 1) // BK
     b_q = tl.zeros([HB], dtype=tl.float32)
     b_k = tl.zeros([HB], dtype=tl.float32)
-    if L2 and AHEAD:
-        s_q = tl.zeros([HB, BK], dtype=tl.float32)
-        s_k = tl.zeros([HB, BK], dtype=tl.float32)
-        for i_k in tl.static_range(0, NK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            p = p_0 + o_h[:, None] * (H * K) + o_k[None, :]
-            m = row_mask(m_t, o_k, K, BK)
-            x_q = tl.load(q + p, mask=m, other=0.).to(tl.float32)                                        # [HB, BK]
-            x_k = tl.load(k + p, mask=m, other=0.).to(tl.float32)
-            s_q += x_q * x_q
-            s_k += x_k * x_k
-        b_q = tl.sum(s_q, 1)
-        b_k = tl.sum(s_k, 1)
-    elif L2:
+    if L2:
         for i_k in range(0, NK):
             o_k = i_k * BK + tl.arange(0, BK)
             p = p_0 + o_h[:, None] * (H * K) + o_k[None, :]
@@ -52,6 +39,33 @@ def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl
             b_q += tl.sum(x_q * x_q, 1)
             b_k += tl.sum(x_k * x_k, 1)
     return inverse_norm(b_q, L2), inverse_norm(b_k, L2)
+
+
+@triton.jit
+def _square(b_s, x, p, m):
+    b_x = tl.load(x + p, mask=m, other=0.).to(tl.float32)
+    return b_s + b_x * b_x
+
+
+@triton.jit
+def _inverse_norms_of_halves(q, k, o_0, o_1, m_0, m_1, H: tl.constexpr, K: tl.constexpr, L2: tl.constexpr):
+    """r_q and r_k of two halves of 32 rows, all of whose loads are in flight at once: a loop would wait for each."""
+    NK: tl.constexpr = (K + 15) // 16
+    q_0 = tl.zeros([32, 16], dtype=tl.float32)
+    k_0 = tl.zeros([32, 16], dtype=tl.float32)
+    q_1 = tl.zeros([32, 16], dtype=tl.float32)
+    k_1 = tl.zeros([32, 16], dtype=tl.float32)
+    if L2:
+        for i_k in tl.static_range(0, NK):
+            o_k = i_k * 16 + tl.arange(0, 16)
+            p_0 = o_0[:, None] * (H * K) + o_k[None, :]
+            p_1 = o_1[:, None] * (H * K) + o_k[None, :]
+            q_0 = _square(q_0, q, p_0, row_mask(m_0, o_k, K, 16))
+            k_0 = _square(k_0, k, p_0, row_mask(m_0, o_k, K, 16))
+            q_1 = _square(q_1, q, p_1, row_mask(m_1, o_k, K, 16))
+            k_1 = _square(k_1, k, p_1, row_mask(m_1, o_k, K, 16))
+    return (inverse_norm(tl.sum(q_0, 1), L2), inverse_norm(tl.sum(k_0, 1), L2), inverse_norm(tl.sum(q_1, 1), L2),
+            inverse_norm(tl.sum(k_1, 1), L2))
 
 
 @triton.jit
@@ -193,14 +207,18 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     p = slot * HV + i_hv
     p_q = (row * H + i_h) * K
     p_r = (slot * H + i_h) * BT
-    rq_0, rk_0 = _inverse_norms(q, k, p_q, o_h, m_0, H, K, 16, HB, L2, FAST)
+    if SWAPPED:
+        rq_0, rk_0, rq_1, rk_1 = _inverse_norms_of_halves(q + p_q, k + p_q, o_h, HB + o_1, m_0, m_1, H, K, L2)
+    else:
+        rq_0, rk_0 = _inverse_norms(q, k, p_q, o_h, m_0, H, K, BK, HB, L2)
+        rq_1 = rq_0
+        rk_1 = rk_0
     b_0 = load_strength(beta, row * HV + i_hv, m_0, o_h, HV, BETA)
     tl.store(b + p * BT + o_h, b_0)
-    rq_1 = rq_0
-    rk_1 = rk_0
     b_1 = b_0
     if TWO:
-        rq_1, rk_1 = _inverse_norms(q, k, p_q + HB * H * K, o_1, m_1, H, K, 16, HB, L2, FAST)
+        if not SWAPPED:
+            rq_1, rk_1 = _inverse_norms(q, k, p_q + HB * H * K, o_1, m_1, H, K, BK, HB, L2)
         b_1 = load_strength(beta, (row + HB) * HV + i_hv, m_1, o_1, HV, BETA)
         tl.store(b + p * BT + HB + o_1, b_1)
     if i_hv % R == 0:
