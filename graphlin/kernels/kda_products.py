@@ -16,12 +16,15 @@ from graphlin.kernels.triangular import leading_half
 
 @triton.jit
 def _summands(KIND: tl.constexpr, SUMS: tl.constexpr):
-    """[32, 32] zeros and ones that sum over the rows of a block of 16 up to a row (KIND 0) or behind it (1), or over all (2)."""
+    """[32, 32] zeros and ones that sum over the rows of a block of 16 up to a row (KIND 0) or behind it (1), or over those of the
+    other block (2)."""
     o = tl.arange(0, 32)
     same = (o // 16)[:, None] == (o // 16)[None, :]
-    m = same & (o[:, None] < o[None, :])
+    m = (o // 16)[:, None] != (o // 16)[None, :]
     if KIND == 0:
         m = same & (o[:, None] >= o[None, :])
+    if KIND == 1:
+        m = same & (o[:, None] < o[None, :])
     return tl.where(m, 1.0, 0.0).to(tl.float32 if SUMS == 1 else tl.bfloat16)
 
 
@@ -64,7 +67,7 @@ def _decays(g, dt_bias, k_0, o_x, m, m_k, rate, lower_bound, BK: tl.constexpr, G
 
 
 @triton.jit
-def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_all, n_b, m_b, n_h, m_h,
+def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
           BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
     decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
@@ -73,7 +76,7 @@ def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_
     b_k = tl.load(k + o_x, mask=m, other=0.).to(tl.float32)
     b_c = _sums(s_upto, g_h, g_l, SUMS, PREC)
     b_r = _sums(s_behind, g_h, g_l, SUMS, PREC)
-    b_t = _sums(s_all, g_h, g_l, SUMS, PREC)
+    b_a = _sums(s_other, g_h, g_l, SUMS, PREC)
     if c is not None:
         tl.store(c + o_c, b_c, mask=m_k[None, :])
     b_e = exp2(b_c, FAST)
@@ -83,13 +86,13 @@ def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_
     n_b = _block_product(x_k, b_y, n_b, BK, PREC)
     m_b = _block_product(x_q, b_y, m_b, BK, PREC)
     b_w = exp2(b_r, FAST)
-    b_o = exp2((b_t - b_c) - b_r, FAST)
+    b_o = exp2(b_a, FAST)
     b_y = tl.trans((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT))
     n_h = tl.dot(x_k, b_y, n_h, input_precision=PREC)
     m_h = tl.dot(x_q, b_y, m_h, input_precision=PREC)
     b_e *= tl.where(first, 1.0, b_o)
     b_w *= tl.where(first, b_o, 1.0)
-    return b_q * b_e, b_k * b_e, b_k * b_w, b_t, b_e * b_w, n_b, m_b, n_h, m_h
+    return b_q * b_e, b_k * b_e, b_k * b_w, b_c + b_r + b_a, b_e * b_w, n_b, m_b, n_h, m_h
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     b_G = tl.zeros([HB, BK], dtype=tl.float32)
     s_upto = _summands(0, SUMS)
     s_behind = _summands(1, SUMS)
-    s_all = tl.full([HB, HB], 1.0, tl.float32 if SUMS == 1 else tl.bfloat16)
+    s_other = _summands(2, SUMS)
     q += p_q
     k += p_q
     g += p_g
@@ -160,14 +163,14 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         if BT == 64:
             g_1, l_1 = _decays(g, dt_bias_k, k_0, y_1, m_z, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
         q_0, d_k0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
-            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, s_upto, s_behind, s_all, n_b0, m_b0, n_h,
+            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
             m_h, BK, DT, PREC, SUMS, FAST)
         tl.store(qd + k_0 + y_0, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + k_0 + y_0, (d_k0 * rk_0[:, None]).to(DT), mask=m_y)
         if BT == 64:
             b_y = tl.trans(w_0.to(DT))
             q_1, d_k1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
-                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, s_upto, s_behind, s_all, n_b1, m_b1, n_h,
+                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, s_upto, s_behind, s_other, n_b1, m_b1, n_h,
                 m_h, BK, DT, PREC, SUMS, FAST)
             n_10 = tl.dot(d_k1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
