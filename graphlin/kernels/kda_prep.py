@@ -197,7 +197,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
     i_h = i_hv // R
-    SWAPPED: tl.constexpr = TWO and SAFE and SUMS > 0
+    SWAPPED: tl.constexpr = (TWO and SAFE) and SUMS > 0
     o_h = tl.arange(0, HB)
     o_1 = o_h
     if SWAPPED:

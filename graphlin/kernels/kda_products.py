@@ -133,6 +133,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     s_upto = _summands(0, SUMS)
     s_behind = _summands(1, SUMS)
     s_other = _summands(2, SUMS)
+    s_all = tl.full([HB, HB], 1.0, tl.float32 if SUMS == 1 else tl.bfloat16)
     q += p_q
     k += p_q
     g += p_g
@@ -167,8 +168,14 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
             m_h, BK, DT, PREC, SUMS, FAST)
         tl.store(qd + k_0 + y_0, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + k_0 + y_0, (d_k0 * rk_0[:, None]).to(DT), mask=m_y)
+        b_y = tl.trans(w_0.to(DT))
         if BT == 64:
-            b_y = tl.trans(w_0.to(DT))
+            t_1 = _sums(s_all, g_1, l_1, SUMS, PREC)
+            w_0 = w_0 * exp2(t_1, FAST)
+            t_0 += t_1
+        tl.store(kw + k_0 + y_0, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
+        b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
+        if BT == 64:
             q_1, d_k1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
                 q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, s_upto, s_behind, s_other, n_b1, m_b1, n_h,
                 m_h, BK, DT, PREC, SUMS, FAST)
@@ -177,10 +184,6 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
             tl.store(qd + k_0 + y_1, (q_1 * d_0 * (rq_1 * scale)[:, None]).to(DT), mask=m_z)
             tl.store(kd + k_0 + y_1, (d_k1 * d_0 * rk_1[:, None]).to(DT), mask=m_z)
             tl.store(kw + k_0 + y_1, (w_1 * (b_1 * rk_1)[:, None]).to(DT), mask=m_z)
-            w_0 = w_0 * d_1
-            t_0 += t_1
-        tl.store(kw + k_0 + y_0, (w_0 * (b_0 * rk_0)[:, None]).to(DT), mask=m_y)
-        b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
     o_G = o_h[:, None] * BK + o_c[None, :]
     tl.store(GC + p_b * K + o_G, b_G, mask=o_G < K)
     n_00 = _half_matrix(n_b0, n_h, first_0, True)
