@@ -75,15 +75,6 @@ def _substitute(b_d, b_m, j, BI: tl.constexpr):
 
 
 @triton.jit
-def _merge_to_16(b_x, b_m, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr):
-    if BI <= 4:
-        b_m = _merge(b_x, b_m, 4, BT, PREC)
-    if BI <= 8:
-        b_m = _merge(b_x, b_m, 8, BT, PREC)
-    return b_m
-
-
-@triton.jit
 def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
     """`(I + x)^-1` for strictly lower x `[BT, BT]` float32: forward substitution on all BI x BI diagonal blocks at once, then
     merges of neighbours; BT is 16 or 32, BI a power of two from 4 to BT. Product (Neumann) forms are exact on paper but lose
@@ -95,7 +86,11 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
     b_m = _identities(BT, BI)
     for j in range(0, BI - 1):
         b_m = _substitute(b_d, b_m, j, BI)
-    b_m = _merge_to_16(b_x, _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS), BT, BI, PREC)
+    b_m = _block_diagonal(b_m, BT, BI, PREC, DOT_BLOCKS)
+    if BI <= 4 and BT > 4:
+        b_m = _merge(b_x, b_m, 4, BT, PREC)
+    if BI <= 8 and BT > 8:
+        b_m = _merge(b_x, b_m, 8, BT, PREC)
     if BI <= 16 and BT > 16:
         b_m = _merge(b_x, b_m, 16, BT, PREC)
     return b_m
@@ -112,8 +107,12 @@ def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_
     for j in range(0, BI - 1):
         m_x = _substitute(d_x, m_x, j, BI)
         m_y = _substitute(d_y, m_y, j, BI)
-    m_x = _merge_to_16(b_x, _block_diagonal(m_x, 32, BI, PREC, DOT_BLOCKS), 32, BI, PREC)
-    m_y = _merge_to_16(b_y, _block_diagonal(m_y, 32, BI, PREC, DOT_BLOCKS), 32, BI, PREC)
+    m_x = _block_diagonal(m_x, 32, BI, PREC, DOT_BLOCKS)
+    m_y = _block_diagonal(m_y, 32, BI, PREC, DOT_BLOCKS)
+    if BI <= 4:
+        m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 4, PREC)
+    if BI <= 8:
+        m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 8, PREC)
     o_b = tl.arange(0, 32) // 16
     upper = (o_b == 0)[:, None]
     b_z = tl.where(o_b[:, None] != o_b[None, :], tl.where(upper, b_y, b_x), 0.0)
@@ -123,9 +122,21 @@ def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_
 
 
 @triton.jit
-def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr):
-    """Inverses of blocks of 2h rows from those of h rows."""
+def _between(b_x, h: tl.constexpr, BT: tl.constexpr):
+    """x between the halves of blocks of 2h rows, else 0."""
     o_c = tl.arange(0, BT)
     pair = ((o_c // (2 * h))[:, None] == (o_c // (2 * h))[None, :]) & ((o_c // h)[:, None] > (o_c // h)[None, :])
-    b_x = tl.where(pair, b_x, 0.0)
-    return b_m - float32_dot(b_m, float32_dot(b_x, b_m, PREC), PREC)
+    return tl.where(pair, b_x, 0.0)
+
+
+@triton.jit
+def _merge(b_x, b_m, h: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr):
+    """Inverses of blocks of 2h rows from those of h rows."""
+    return b_m - float32_dot(b_m, float32_dot(_between(b_x, h, BT), b_m, PREC), PREC)
+
+
+@triton.jit
+def _merge_two(b_x, b_y, m_x, m_y, h: tl.constexpr, PREC: tl.constexpr):
+    z_x = float32_dot(_between(b_x, h, 32), m_x, PREC)
+    z_y = float32_dot(_between(b_y, h, 32), m_y, PREC)
+    return m_x - float32_dot(m_x, z_x, PREC), m_y - float32_dot(m_y, z_y, PREC)
