@@ -20,11 +20,12 @@ def _summands(KIND: tl.constexpr, SUMS: tl.constexpr):
     other block (2)."""
     o = tl.arange(0, 32)
     same = (o // 16)[:, None] == (o // 16)[None, :]
+    i = tl.arange(0, 16)
     m = (o // 16)[:, None] != (o // 16)[None, :]
     if KIND == 0:
-        m = same & (o[:, None] >= o[None, :])
+        m = tl.broadcast_to((i[:, None] >= i[None, :])[None, :, :], [2, 16, 16])
     if KIND == 1:
-        m = same & (o[:, None] < o[None, :])
+        m = tl.broadcast_to((i[:, None] < i[None, :])[None, :, :], [2, 16, 16])
     return tl.where(m, 1.0, 0.0).to(tl.float32 if SUMS == 1 else tl.bfloat16)
 
 
@@ -63,36 +64,39 @@ def _decays(g, dt_bias, k_0, o_x, m, m_k, rate, lower_bound, BK: tl.constexpr, G
     b_u = tl.load(g + k_0 + o_x, mask=m, other=0.).to(tl.float32)
     if BIAS:
         b_u += tl.load(dt_bias + k_0 + tl.arange(0, BK), mask=m_k, other=0.).to(tl.float32)[None, :]
-    return _halves(masked_decay(b_u, m, rate, lower_bound, GATE, FAST), SUMS)
+    b_h, b_l = _halves(masked_decay(b_u, m, rate, lower_bound, GATE, FAST), SUMS)
+    return b_h, b_l, tl.reshape(b_h, [2, 16, BK]), tl.reshape(b_l, [2, 16, BK])
 
 
 @triton.jit
-def _half(q, k, g_h, g_l, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
+def _half(q, k, g_h, g_l, h_b, l_b, c, o_x, o_c, m, m_k, first, lift, s_upto, s_behind, s_other, n_b, m_b, n_h, m_h,
           BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of its log
     decays and its decay in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores c where
     a backward will read it. first tells the rows of its first block."""
-    b_q = tl.load(q + o_x, mask=m, other=0.).to(tl.float32)                                              # [HB, BK]
-    b_k = tl.load(k + o_x, mask=m, other=0.).to(tl.float32)
-    b_c = _sums(s_upto, g_h, g_l, SUMS, PREC)
-    b_r = _sums(s_behind, g_h, g_l, SUMS, PREC)
-    b_a = _sums(s_other, g_h, g_l, SUMS, PREC)
+    b_q = tl.reshape(tl.load(q + o_x, mask=m, other=0.).to(tl.float32), [2, 16, BK])
+    b_k = tl.reshape(tl.load(k + o_x, mask=m, other=0.).to(tl.float32), [2, 16, BK])
+    b_a = tl.reshape(_sums(s_other, g_h, g_l, SUMS, PREC), [2, 16, BK])
+    b_c = _sums(s_upto, h_b, l_b, SUMS, PREC)
+    b_r = _sums(s_behind, h_b, l_b, SUMS, PREC)
     if c is not None:
-        tl.store(c + o_c, b_c, mask=m_k[None, :])
+        tl.store(c + o_c, tl.reshape(b_c, [32, BK]), mask=m_k[None, :])
     b_e = exp2(b_c, FAST)
     x_q = (b_q * (b_e * lift)).to(DT)
     x_k = (b_k * (b_e * lift)).to(DT)
     b_y = (b_k * (exp2(-b_c, FAST) * (1.0 / lift))).to(DT)
-    n_b = _block_product(x_k, b_y, n_b, BK, PREC)
-    m_b = _block_product(x_q, b_y, m_b, BK, PREC)
+    b_y = tl.permute(b_y, (0, 2, 1))
+    n_b = tl.dot(x_k, b_y, n_b, input_precision=PREC)
+    m_b = tl.dot(x_q, b_y, m_b, input_precision=PREC)
     b_w = exp2(b_r, FAST)
     b_o = exp2(b_a, FAST)
-    b_y = tl.trans((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT))
-    n_h = tl.dot(x_k, b_y, n_h, input_precision=PREC)
-    m_h = tl.dot(x_q, b_y, m_h, input_precision=PREC)
+    b_y = tl.trans(tl.reshape((b_k * (b_w * tl.where(first, 1.0 / lift, 0.0))).to(DT), [32, BK]))
+    n_h = tl.dot(tl.reshape(x_k, [32, BK]), b_y, n_h, input_precision=PREC)
+    m_h = tl.dot(tl.reshape(x_q, [32, BK]), b_y, m_h, input_precision=PREC)
     b_e *= tl.where(first, 1.0, b_o)
     b_w *= tl.where(first, b_o, 1.0)
-    return b_q * b_e, b_k * b_e, b_k * b_w, b_c + b_r + b_a, b_e * b_w, n_b, m_b, n_h, m_h
+    return (tl.reshape(b_q * b_e, [32, BK]), tl.reshape(b_k * b_e, [32, BK]), tl.reshape(b_k * b_w, [32, BK]),
+            tl.reshape(b_c + b_r + b_a, [32, BK]), tl.reshape(b_e * b_w, [32, BK]), n_b, m_b, n_h, m_h)
 
 
 @triton.jit
@@ -121,6 +125,10 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
     o_h = tl.arange(0, HB)
     first_0 = (o_h < 16)[:, None]
     first_1 = (o_1 < 16)[:, None]
+    f_0 = (tl.arange(0, 2) == 0)[:, None, None]
+    f_1 = f_0
+    if BT == 64:
+        f_1 = (tl.arange(0, 2) == 1)[:, None, None]
     n_b0 = tl.zeros([2, 16, 16], dtype=tl.float32)
     m_b0 = tl.zeros([2, 16, 16], dtype=tl.float32)
     n_b1 = tl.zeros([2, 16, 16], dtype=tl.float32)
@@ -159,12 +167,12 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         m_k = o_k < K
         m_y = row_mask(m_0, o_k, K, BK)
         m_z = row_mask(m_1, o_k, K, BK)
-        g_0, l_0 = _decays(g, dt_bias_k, k_0, y_0, m_y, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
-        g_1, l_1 = g_0, l_0
+        g_0, l_0, hb_0, lb_0 = _decays(g, dt_bias_k, k_0, y_0, m_y, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
+        g_1, l_1, hb_1, lb_1 = g_0, l_0, hb_0, lb_0
         if BT == 64:
-            g_1, l_1 = _decays(g, dt_bias_k, k_0, y_1, m_z, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
+            g_1, l_1, hb_1, lb_1 = _decays(g, dt_bias_k, k_0, y_1, m_z, m_k, rate, lower_bound, BK, GATE, BIAS, SUMS, FAST)
         q_0, d_k0, w_0, t_0, d_0, n_b0, m_b0, n_h, m_h = _half(
-            q + k_0, k + k_0, g_0, l_0, c_k, x_0, z_0 + k_0, m_y, m_k, first_0, lift, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
+            q + k_0, k + k_0, g_0, l_0, hb_0, lb_0, c_k, x_0, z_0 + k_0, m_y, m_k, f_0, lift, s_upto, s_behind, s_other, n_b0, m_b0, n_h,
             m_h, BK, DT, PREC, SUMS, FAST)
         tl.store(qd + k_0 + y_0, (q_0 * (rq_0 * scale)[:, None]).to(DT), mask=m_y)
         tl.store(kd + k_0 + y_0, (d_k0 * rk_0[:, None]).to(DT), mask=m_y)
@@ -177,7 +185,7 @@ def anchored_products(q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p_b, i_hv, 
         b_G = tl.where((o_h == i_k)[:, None], t_0, b_G)
         if BT == 64:
             q_1, d_k1, w_1, t_1, d_1, n_b1, m_b1, n_h, m_h = _half(
-                q + k_0, k + k_0, g_1, l_1, c_k, x_1, z_1 + k_0, m_z, m_k, first_1, lift, s_upto, s_behind, s_other, n_b1, m_b1, n_h,
+                q + k_0, k + k_0, g_1, l_1, hb_1, lb_1, c_k, x_1, z_1 + k_0, m_z, m_k, f_1, lift, s_upto, s_behind, s_other, n_b1, m_b1, n_h,
                 m_h, BK, DT, PREC, SUMS, FAST)
             n_10 = tl.dot(d_k1.to(DT), b_y, n_10, input_precision=PREC)
             m_10 = tl.dot(q_1.to(DT), b_y, m_10, input_precision=PREC)
