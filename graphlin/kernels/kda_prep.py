@@ -42,14 +42,14 @@ def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl
 
 
 @triton.jit
-def _square(b_s, x, p, m):
+def _add_squares(b_s, x, p, m):
     b_x = tl.load(x + p, mask=m, other=0.).to(tl.float32)
     return b_s + b_x * b_x
 
 
 @triton.jit
-def _inverse_norms_of_halves(q, k, o_0, o_1, m_0, m_1, H: tl.constexpr, K: tl.constexpr, L2: tl.constexpr):
-    """r_q and r_k of two halves of 32 rows, all of whose loads are in flight at once: a loop would wait for each."""
+def _both_inverse_norms(q, k, o_0, o_1, m_0, m_1, H: tl.constexpr, K: tl.constexpr, L2: tl.constexpr):
+    """r_q and r_k of two halves of 32 rows: their loads are in flight together, where a loop would wait for each."""
     NK: tl.constexpr = (K + 15) // 16
     q_0 = tl.zeros([32, 16], dtype=tl.float32)
     k_0 = tl.zeros([32, 16], dtype=tl.float32)
@@ -60,10 +60,10 @@ def _inverse_norms_of_halves(q, k, o_0, o_1, m_0, m_1, H: tl.constexpr, K: tl.co
             o_k = i_k * 16 + tl.arange(0, 16)
             p_0 = o_0[:, None] * (H * K) + o_k[None, :]
             p_1 = o_1[:, None] * (H * K) + o_k[None, :]
-            q_0 = _square(q_0, q, p_0, row_mask(m_0, o_k, K, 16))
-            k_0 = _square(k_0, k, p_0, row_mask(m_0, o_k, K, 16))
-            q_1 = _square(q_1, q, p_1, row_mask(m_1, o_k, K, 16))
-            k_1 = _square(k_1, k, p_1, row_mask(m_1, o_k, K, 16))
+            q_0 = _add_squares(q_0, q, p_0, row_mask(m_0, o_k, K, 16))
+            k_0 = _add_squares(k_0, k, p_0, row_mask(m_0, o_k, K, 16))
+            q_1 = _add_squares(q_1, q, p_1, row_mask(m_1, o_k, K, 16))
+            k_1 = _add_squares(k_1, k, p_1, row_mask(m_1, o_k, K, 16))
     return (inverse_norm(tl.sum(q_0, 1), L2), inverse_norm(tl.sum(k_0, 1), L2), inverse_norm(tl.sum(q_1, 1), L2),
             inverse_norm(tl.sum(k_1, 1), L2))
 
@@ -193,11 +193,12 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
+    ANCHORED: tl.constexpr = (SAFE and HB == 32) and SUMS > 0
+    SWAPPED: tl.constexpr = TWO and ANCHORED
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
     i_h = i_hv // R
-    SWAPPED: tl.constexpr = (TWO and SAFE) and SUMS > 0
     o_h = tl.arange(0, HB)
     o_1 = o_h
     if SWAPPED:
@@ -208,7 +209,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     p_q = (row * H + i_h) * K
     p_r = (slot * H + i_h) * BT
     if SWAPPED:
-        rq_0, rk_0, rq_1, rk_1 = _inverse_norms_of_halves(q + p_q, k + p_q, o_h, HB + o_1, m_0, m_1, H, K, L2)
+        rq_0, rk_0, rq_1, rk_1 = _both_inverse_norms(q + p_q, k + p_q, o_h, HB + o_1, m_0, m_1, H, K, L2)
     else:
         rq_0, rk_0 = _inverse_norms(q, k, p_q, o_h, m_0, H, K, BK, HB, L2)
         rq_1 = rq_0
@@ -229,7 +230,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
             tl.store(rk + p_r + HB + o_1, rk_1)
     p_g = (row * HV + i_hv) * K
     rate = decay_rate(A_log, i_hv)
-    if (SAFE and HB == 32) and SUMS > 0:
+    if ANCHORED:
         n_00, m_00, n_10, m_10, n_11, m_11 = anchored_products(
             q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, o_1, rate,
             lower_bound, lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC, SUMS, FAST)

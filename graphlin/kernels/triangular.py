@@ -98,8 +98,10 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
 
 @triton.jit
 def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
-    """unit_lower_inverse of two `[32, 32]` at once: their steps do not wait for each other, and the last merge is one. Of the rows
-    and columns of y, and of its inverse, the last 16 come first, so that what x leaves zero in that merge is y's."""
+    """unit_lower_inverse of two `[32, 32]` at once: their steps don't wait for each other, and the last merge is one. The last 16
+    rows and columns of y and of its inverse come first, so that what x leaves zero in that merge is y's. BI is at most 16.
+    """
+    tl.static_assert(BI <= 16)
     d_x = _diagonal_blocks(b_x, 32, BI, PREC, DOT_BLOCKS)
     d_y = _diagonal_blocks(b_y, 32, BI, PREC, DOT_BLOCKS)
     m_x = _identities(32, BI)
@@ -113,7 +115,7 @@ def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_
         m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 4, PREC)
     if BI <= 8:
         m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 8, PREC)
-    o_b = tl.arange(0, 32) // 16
+    o_b = tl.arange(0, 32) // 16                                     # an upper block row has y's pairs, a lower one x's
     upper = (o_b == 0)[:, None]
     b_z = tl.where(o_b[:, None] != o_b[None, :], tl.where(upper, b_y, b_x), 0.0)
     b_z = float32_dot(b_z, tl.where(upper, m_x, m_y), PREC)
