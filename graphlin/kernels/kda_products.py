@@ -66,7 +66,7 @@ def _half(q, k, c, g_h, g_l, h_b, l_b, o_x, o_c, m, m_k, first, lift, s_upto, s_
           BK: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SUMS: tl.constexpr, FAST: tl.constexpr):
     """One half of a chunk, one tile of channels: q and k decayed from its beginning, k decayed to its end, the sum of all its
     log decays and their decay, in every row (`[HB, BK]`); adds the products of the pairs in its blocks and between them. Stores
-    c where a backward will read it. first tells its first block. A reader's factor depends on no later gate, not even by rounding.
+    c where a backward will read it. first tells its first block. Readers depend on no later gate, not even by rounding.
     """
     b_q = tl.reshape(tl.load(q + o_x, mask=m, other=0.).to(tl.float32), [2, 16, BK])
     b_k = tl.reshape(tl.load(k + o_x, mask=m, other=0.).to(tl.float32), [2, 16, BK])
