@@ -78,7 +78,7 @@ def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRe
     if arch != "sm_90" or dtype == torch.float32:
         return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False, SUMS=0,
                                  FAST=False, PERSISTENT=True), num_warps=2 if arch == "sm_90" else 4)
-    return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="bf16x3", BI=8, DOT_BLOCKS=False, PAIRWISE=False, SUMS=2, FAST=True,
+    return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="bf16x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False, SUMS=2, FAST=True,
                              PERSISTENT=False), num_warps=2, num_stages=3)
 
 
