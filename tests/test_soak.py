@@ -86,6 +86,10 @@ def held(device):
     if device.type == "cpu":
         storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
         return sum({s._cdata: s.nbytes() for s in storages}.values()), 0
+    # The thread that runs a device's backward lets go of its last graph only after the caller has the gradients, at the latest
+    # when it runs the next one: here one of no memory.
+    x = torch.empty(0, device=device, requires_grad=True)
+    torch.autograd.grad(x * 1, x, torch.empty(0, device=device))
     memory = torch.get_device_module(device)
     memory.synchronize()
     return memory.memory_allocated(device), memory.memory_reserved(device)
