@@ -24,7 +24,7 @@ SEARCH: dict[str, Search] = {
     "gdn_pair_gradients": _PRODUCTS,
     "gdn_state_gradients": _PRODUCTS,
     "gdn_finish_gradients": _FINISH,
-    "kda_prep": {"BK": (16, 32, 64, 128), "BI": (16, 32), "num_warps": (2, 4, 8), "num_stages": (1, 2), "waves": (2, 4, 8)},
+    "kda_prep": {"BK": (16, 32, 64, 128), "BI": (8, 16), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
     "kda_inter_gradients": _PRODUCTS,
     "kda_intra_gradients": {"BK": (16, 32, 64), "num_warps": (2, 4), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
     "kda_finish_gradients": _FINISH,

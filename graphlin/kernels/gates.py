@@ -131,28 +131,22 @@ def exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(x, FAST: tl.constexpr):
-    """1 / x. FAST is one instruction of NVIDIA's, of x whose reciprocal is no denormal number."""
-    if FAST:
-        x = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        x = 1.0 / x
-    return x
+def _reciprocal(x):
+    """1 / x by one instruction of NVIDIA's, which flushes denormal results to 0."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _bounded_decay(b_u, rate, lower_bound):
-    """log_decay of a bounded gate, of which no denormal results are wanted: the FAST form."""
-    return lower_bound * _reciprocal(exp2(b_u * (rate * -LOG2E), True) + 1.0, True)
+    """Log decays (base 2) of a bounded gate, none of which is cut off, and of which no denormal results are wanted."""
+    return (lower_bound * LOG2E) * _reciprocal(exp2(b_u * (rate * -LOG2E), True) + 1.0)
 
 
 @triton.jit
 def _bounded_gradients(b_dg, b_u, rate, lower_bound):
-    """gate_gradients of a bounded gate, the FAST form: sigmoid and its slope of one exponential."""
-    x = rate * b_u
-    e = exp2(tl.abs(x) * -LOG2E, True)
-    r = _reciprocal(1.0 + e, True)
-    b_dg = tl.where(lower_bound * tl.where(x >= 0, r, e * r) < MIN_LOG_DECAY, 0.0, b_dg)
+    """gate_gradients of such a gate: the sigmoid's slope, of one exponential."""
+    e = exp2(tl.abs(rate * b_u) * -LOG2E, True)
+    r = _reciprocal(1.0 + e)
     b_dg = b_dg * ((lower_bound * rate) * (e * (r * r)))
     return b_dg, b_dg * b_u
 
@@ -164,7 +158,8 @@ def masked_decay(b_u, m, rate, lower_bound, GATE: tl.constexpr, FAST: tl.constex
         b_g = _bounded_decay(b_u, rate, lower_bound)
     else:
         b_g = log_decay(b_u, rate, lower_bound, GATE)
-    return tl.where(m, tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g) * LOG2E, 0.0)
+        b_g = tl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g) * LOG2E
+    return tl.where(m, b_g, 0.0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from graphlin.kernels.kda_pairwise import block_scans, pairwise_products
 from graphlin.kernels.kda_products import anchored_products
 from graphlin.kernels.launch import launch, programs_of, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
+from graphlin.kernels.triangular import float32_dot, two_unit_lower_inverses, unit_lower_inverse
 
 
 @triton.jit
@@ -39,6 +39,33 @@ def _inverse_norms(q, k, p_0, o_h, m_t, H: tl.constexpr, K: tl.constexpr, BK: tl
             b_q += tl.sum(x_q * x_q, 1)
             b_k += tl.sum(x_k * x_k, 1)
     return inverse_norm(b_q, L2), inverse_norm(b_k, L2)
+
+
+@triton.jit
+def _add_squares(b_s, x, p, m):
+    b_x = tl.load(x + p, mask=m, other=0.).to(tl.float32)
+    return b_s + b_x * b_x
+
+
+@triton.jit
+def _both_inverse_norms(q, k, o_0, o_1, m_0, m_1, H: tl.constexpr, K: tl.constexpr, L2: tl.constexpr):
+    """r_q and r_k of two halves of 32 rows: their loads are in flight together, where a loop would wait for each."""
+    NK: tl.constexpr = (K + 15) // 16
+    q_0 = tl.zeros([32, 16], dtype=tl.float32)
+    k_0 = tl.zeros([32, 16], dtype=tl.float32)
+    q_1 = tl.zeros([32, 16], dtype=tl.float32)
+    k_1 = tl.zeros([32, 16], dtype=tl.float32)
+    if L2:
+        for i_k in tl.static_range(0, NK):
+            o_k = i_k * 16 + tl.arange(0, 16)
+            p_0 = o_0[:, None] * (H * K) + o_k[None, :]
+            p_1 = o_1[:, None] * (H * K) + o_k[None, :]
+            q_0 = _add_squares(q_0, q, p_0, row_mask(m_0, o_k, K, 16))
+            k_0 = _add_squares(k_0, k, p_0, row_mask(m_0, o_k, K, 16))
+            q_1 = _add_squares(q_1, q, p_1, row_mask(m_1, o_k, K, 16))
+            k_1 = _add_squares(k_1, k, p_1, row_mask(m_1, o_k, K, 16))
+    return (inverse_norm(tl.sum(q_0, 1), L2), inverse_norm(tl.sum(k_0, 1), L2), inverse_norm(tl.sum(q_1, 1), L2),
+            inverse_norm(tl.sum(k_1, 1), L2))
 
 
 @triton.jit
@@ -166,59 +193,76 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     R: tl.constexpr = HV // H
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
+    ANCHORED: tl.constexpr = (SAFE and HB == 32) and SUMS > 0
+    SWAPPED: tl.constexpr = TWO and ANCHORED
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
     i_h = i_hv // R
     o_h = tl.arange(0, HB)
+    o_1 = o_h
+    if SWAPPED:
+        o_1 = (o_h + 16) % 32
     m_0 = i_t * BT + o_h < n
-    m_1 = i_t * BT + HB + o_h < n
+    m_1 = i_t * BT + HB + o_1 < n
     p = slot * HV + i_hv
     p_q = (row * H + i_h) * K
-    p_r = (slot * H + i_h) * BT + o_h
-    rq_0, rk_0 = _inverse_norms(q, k, p_q, o_h, m_0, H, K, BK, HB, L2)
+    p_r = (slot * H + i_h) * BT
+    if SWAPPED:
+        rq_0, rk_0, rq_1, rk_1 = _both_inverse_norms(q + p_q, k + p_q, o_h, HB + o_1, m_0, m_1, H, K, L2)
+    else:
+        rq_0, rk_0 = _inverse_norms(q, k, p_q, o_h, m_0, H, K, BK, HB, L2)
+        rq_1 = rq_0
+        rk_1 = rk_0
     b_0 = load_strength(beta, row * HV + i_hv, m_0, o_h, HV, BETA)
     tl.store(b + p * BT + o_h, b_0)
-    rq_1 = rq_0
-    rk_1 = rk_0
     b_1 = b_0
     if TWO:
-        rq_1, rk_1 = _inverse_norms(q, k, p_q + HB * H * K, o_h, m_1, H, K, BK, HB, L2)
-        b_1 = load_strength(beta, (row + HB) * HV + i_hv, m_1, o_h, HV, BETA)
-        tl.store(b + p * BT + HB + o_h, b_1)
+        if not SWAPPED:
+            rq_1, rk_1 = _inverse_norms(q, k, p_q + HB * H * K, o_1, m_1, H, K, BK, HB, L2)
+        b_1 = load_strength(beta, (row + HB) * HV + i_hv, m_1, o_1, HV, BETA)
+        tl.store(b + p * BT + HB + o_1, b_1)
     if i_hv % R == 0:
-        tl.store(rq + p_r, rq_0)
-        tl.store(rk + p_r, rk_0)
+        tl.store(rq + p_r + o_h, rq_0)
+        tl.store(rk + p_r + o_h, rk_0)
         if TWO:
-            tl.store(rq + p_r + HB, rq_1)
-            tl.store(rk + p_r + HB, rk_1)
+            tl.store(rq + p_r + HB + o_1, rq_1)
+            tl.store(rk + p_r + HB + o_1, rk_1)
     p_g = (row * HV + i_hv) * K
     rate = decay_rate(A_log, i_hv)
-    if (SAFE and HB == 32) and SUMS > 0:
+    if ANCHORED:
         n_00, m_00, n_10, m_10, n_11, m_11 = anchored_products(
-            q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate, lower_bound,
-            lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC, SUMS, FAST)
+            q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, o_1, rate,
+            lower_bound, lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, PREC, SUMS, FAST)
     else:
         n_00, m_00, n_10, m_10, n_11, m_11 = _chunk_products(
             q, k, g, dt_bias, qd, kd, kw, GC, c, p_q, p_g, p, i_hv, rq_0, rk_0, b_0, m_0, rq_1, rk_1, b_1, m_1, rate, lower_bound,
             lift, scale, H, HV, K, BT, BK, HB, GATE, BIAS, SAFE, PAIRWISE, PREC, COPY_LHS)
-    p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
+    p_c = p * (BT * BT)
+    p_0 = p_c + o_h[:, None] * BT + o_h[None, :]
     b_w = (rk_0 * b_0)[None, :]
-    tl.store(P + p_c, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-    a_0 = unit_lower_inverse(n_00 * rk_0[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
-    tl.store(A + p_c, a_0.to(A.dtype.element_ty))
+    tl.store(P + p_0, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
+    n_00 = n_00 * rk_0[:, None] * b_w
+    if SWAPPED:
+        a_0, a_1 = two_unit_lower_inverses(n_00, n_11 * rk_1[:, None] * (rk_1 * b_1)[None, :], BI, PREC_INV, DOT_BLOCKS)
+    else:
+        a_0 = unit_lower_inverse(n_00, HB, BI, PREC_INV, DOT_BLOCKS)
+    tl.store(A + p_0, a_0.to(A.dtype.element_ty))
     if TWO:
-        tl.store(P + p_c + HB * BT, (m_10 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
+        p_10 = p_c + HB * BT + o_1[:, None] * BT + o_h[None, :]
+        p_11 = p_c + HB * BT + HB + o_1[:, None] * BT + o_1[None, :]
+        tl.store(P + p_10, (m_10 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
         n_10 = float32_dot(n_10 * rk_1[:, None] * b_w, a_0, PREC_INV)
         b_w = (rk_1 * b_1)[None, :]
-        tl.store(P + p_c + HB * BT + HB, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
-        a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
-        tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
+        tl.store(P + p_11, (m_11 * (rq_1 * scale)[:, None] * b_w).to(P.dtype.element_ty))
+        if not SWAPPED:
+            a_1 = unit_lower_inverse(n_11 * rk_1[:, None] * b_w, HB, BI, PREC_INV, DOT_BLOCKS)
+        tl.store(A + p_11, a_1.to(A.dtype.element_ty))
         n_10 = float32_dot(a_1, n_10, PREC_INV)
-        tl.store(A + p_c + HB * BT, (-n_10).to(A.dtype.element_ty))
+        tl.store(A + p_10, (-n_10).to(A.dtype.element_ty))
         b_z = tl.zeros([HB, HB], dtype=tl.float32)
-        tl.store(P + p_c + HB, b_z.to(P.dtype.element_ty))
-        tl.store(A + p_c + HB, b_z.to(A.dtype.element_ty))
+        tl.store(P + p_0 + HB, b_z.to(P.dtype.element_ty))
+        tl.store(A + p_0 + HB, b_z.to(A.dtype.element_ty))
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def _kda_prep(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRe
         return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="tf32x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False, SUMS=0,
                                  FAST=False, PERSISTENT=True), num_warps=2 if arch == "sm_90" else 4)
     return LaunchRecord(dict(_dot(dtype), BK=16, PREC_INV="bf16x3", BI=16, DOT_BLOCKS=False, PAIRWISE=False, SUMS=2, FAST=True,
-                             PERSISTENT=False), num_warps=2)
+                             PERSISTENT=False), num_warps=2, num_stages=3)
 
 
 def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
