@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import graphlin
-from graphlin.kernels.copy_rows import RowCopy
+from graphlin.kernels.copy_rows import RowCopy, deliver
 from graphlin.parallel.context import ContextParallel
 from graphlin.parallel.split import split
 
@@ -142,13 +142,15 @@ def run_causal_conv1d(variant: Variant) -> None:
 
 
 def run_copy_in(variant: Variant) -> None:
-    """The copy of active rows into a graph's static buffers."""
+    """The copy of active rows into a graph's static buffers, and of its output to where the copy-in said."""
     cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
     x = torch.zeros(1, TOKENS, variant.HV * variant.V, dtype=variant.dtype)
-    copy = RowCopy(torch.zeros_like(x), dim=1)
+    mailbox = torch.zeros(1, 2, dtype=torch.int64)
+    copy = RowCopy(torch.zeros_like(x), dim=1, mailbox=mailbox)
     copy(x, cu)
     copy(x, cu, torch.zeros(SEQS + 1, dtype=torch.int32))
     copy(x, None)
+    deliver(copy.static, 1, mailbox)
 
 
 RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_copy_in)

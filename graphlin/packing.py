@@ -150,12 +150,17 @@ class Role:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor argument: its name, the varying dim (None: constant in shape) and the fixed sizes around it."""
+    """One tensor argument or output: its name, the varying dim (None: constant in shape) and the fixed sizes around it."""
 
     name: str
     role: Role | None
     before: tuple[int, ...]
     after: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, role: Role | None, tensor: torch.Tensor) -> "Leaf":
+        shape = tuple(tensor.shape)
+        return Leaf(name, role, shape, ()) if role is None else Leaf(name, role, shape[:role.dim], shape[role.dim + 1:])
 
     def shape(self, tokens: int, seqs: int) -> tuple[int, ...]:
         return self.before if self.role is None else (*self.before, self.role.size(tokens, seqs), *self.after)
@@ -183,10 +188,11 @@ class Layout:
         """T and N of a call; raises StructureMismatch naming the tensor whose other sizes are not the captured ones."""
         shapes = [tensor.shape for tensor in tensors]
         tokens, seqs = self._size(self.tokens, shapes), self._size(self.seqs, shapes)
-        for leaf, shape in zip(self.leaves, shapes, strict=True):
-            if shape != (expected := leaf.shape(tokens, seqs)):
-                raise StructureMismatch(f"{leaf.name}: expected shape {list(expected)} as captured, found "
-                                        f"{list(shape)}; other shapes run eagerly, or need their own capture")
+        expected = [leaf.shape(tokens, seqs) for leaf in self.leaves]
+        if shapes != expected:
+            i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
+            raise StructureMismatch(f"{self.leaves[i].name}: expected shape {list(expected[i])} as captured, found "
+                                    f"{list(shapes[i])}; other shapes run eagerly, or need their own capture")
         return tokens, seqs
 
     def _size(self, index: int | None, shapes: Sequence[torch.Size]) -> int:
@@ -212,15 +218,10 @@ def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[to
         roles = _roles_by_name([argument for argument, _ in paths], tensors)
     else:
         roles = [None] * len(paths)
-    leaves = tuple(_leaf(argument + _show(path), role, tensor) for (argument, path), role, tensor in
+    leaves = tuple(Leaf.of(argument + _show(path), role, tensor) for (argument, path), role, tensor in
                    zip(paths, roles, tensors, strict=True))
     return _checked(Layout(leaves, _first(leaves, "seqs", extra=1), _first(leaves, "tokens"), _first(leaves, "seqs")),
                     tensors)
-
-
-def _leaf(name: str, role: Role | None, tensor: torch.Tensor) -> Leaf:
-    shape = tuple(tensor.shape)
-    return Leaf(name, role, shape, ()) if role is None else Leaf(name, role, shape[:role.dim], shape[role.dim + 1:])
 
 
 def _first(leaves: Sequence[Leaf], kind: str, extra: int = 0) -> int | None:
@@ -353,9 +354,12 @@ class Output:
                 part = (part.narrow_copy if copy else part.narrow)(role.dim, 0, size)
         elif copy:
             part = part.clone()
-        if batch is not None and self.holds_batch(static):
-            part = part.reshape(*batch, *part.shape[2:])
+        part = self.batched(part, batch)
         return part.detach() if part is static else part
+
+    def batched(self, part: torch.Tensor, batch: tuple[int, int] | None) -> torch.Tensor:
+        """A call's part of the output as that call should see it."""
+        return part.reshape(*batch, *part.shape[2:]) if batch is not None and self.holds_batch(part) else part
 
     def holds_batch(self, static: torch.Tensor) -> bool:
         """Whether a dense call gets it back as [B, T, ...]."""

@@ -16,9 +16,9 @@ from graphlin.backends import Graph
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
 from graphlin.graphed import GraphedBlock, inlining
 from graphlin.modes import INTEGERS, Call
-from graphlin.packing import Output, Role, output_roles
+from graphlin.packing import Leaf, Output, Role, output_roles
 from graphlin.refusals import check_block
-from graphlin.replay import Pair
+from graphlin.replay import Delivery, Pair
 from graphlin.slots import Held, Slot
 from graphlin.tier import Tier
 
@@ -291,24 +291,33 @@ class _Recording:
         with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
             out = self._call_block()
+            flat, spec = tree_flatten(out)
+            tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+            self.mode.returns_integers |= any(t.dtype in INTEGERS for t in tensors)
+            if self.mode.output_roles is None:
+                shapes = [t.shape for t in tensors]
+                self.mode.output_roles = [()] * len(tensors) if seen is None else self._output_roles(shapes, seen)
+            delivery = self._deliver(tensors) if self.copy_outputs and self.static_cu is not None else None
         self._only_read = [b for b, version in buffers if b._version == version]
         self._check_addresses()
         self._check_inputs(versions)
-        flat, spec = tree_flatten(out)
-        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-        self.mode.returns_integers |= any(t.dtype in INTEGERS for t in tensors)
-        if self.mode.output_roles is None:
-            self.mode.output_roles = [()] * len(tensors) if seen is None else self._output_roles([t.shape for t in tensors], seen)
         outputs = [Output(role, self.mode.needs_grad and t.requires_grad)
                    for role, t in zip(self.mode.output_roles, tensors, strict=True)]
         template = [None if isinstance(t, torch.Tensor) else t for t in flat]
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
         rebuild = itemgetter(0) if isinstance(out, torch.Tensor) else partial(_rebuild, spec, template, places)
         pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors], rebuild,
-                    self.copy_outputs, keeps=plain)
+                    self.copy_outputs, delivery, keeps=plain)
         if any(output.differentiable for output in outputs):
             self._backward(pair, tensors)
         return pair
+
+    def _deliver(self, tensors: list[torch.Tensor]) -> Delivery | None:
+        """Lets the graph deliver the first output that it can, and tells which that is."""
+        for i, (tensor, roles) in enumerate(zip(tensors, self.mode.output_roles, strict=True)):
+            if [role.kind for role in roles] == ["tokens"] and self.slot.deliver(tensor, roles[0].dim):
+                return Delivery(i, Leaf.of(f"output {i}", roles[0], tensor), self.tier.tokens)
+        return None
 
     def _backward(self, pair: Pair, tensors: list[torch.Tensor]) -> None:
         outs = []

@@ -13,20 +13,32 @@ from graphlin.packing import Leaf, Output
 
 
 class Copy(Protocol):
-    """Fills one static tensor from a call's tensor; `cu` tells the active rows."""
+    """Fills one static tensor from a call's tensor; `cu` tells the active rows, `offset` where the graph is to deliver."""
 
     static: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None: ...
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None,
+                 offset: int = 0) -> None: ...
 
     def clear(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The output that a forward graph writes into memory of the call's own: which of them it is, its shape, and the rows at
+    most."""
+
+    index: int
+    leaf: Leaf
+    tokens: int
 
 
 @dataclass
 class Pair:
     """Graphs of one mode in one slot, and the static tensors that they read and write.
 
-    `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `grads` are the
+    `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `delivery` is the
+    output that the graph copies to where the copy-in has told it to, None where there is none; `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
     backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
     those that require grad, and `reads` what the backward may read of the caller's: all parameters, the buffers that the
@@ -45,6 +57,7 @@ class Pair:
     static_outputs: list[torch.Tensor]
     rebuild: Callable[[list[torch.Tensor]], Any]
     copy_outputs: bool
+    delivery: Delivery | None = None
     backward: Graph | None = None
     grads: list[Copy] = field(default_factory=list)
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
@@ -54,18 +67,41 @@ class Pair:
     keeps: list[torch.Tensor] = field(default_factory=list)
     closed: bool = False
 
-    def copy_in(self, leaves: Sequence[torch.Tensor]) -> None:
+    def copy_in(self, leaves: Sequence[torch.Tensor], fresh: torch.Tensor | None = None) -> None:
+        """Fills the static inputs, and tells the graph to deliver its output to `fresh`, if given, and else nowhere.
+
+        Before every replay, since a graph that is told nothing new delivers to where it did before.
+        """
         cu = None if self.cu is None else leaves[self.cu].contiguous()
+        offset = 0 if fresh is None else fresh.data_ptr() - self.static_outputs[self.delivery.index].data_ptr()
         for index, copy, static_cu in self.inputs:
-            copy(leaves[index], cu, static_cu)
+            copy(leaves[index], cu, static_cu, offset)
 
     def play(self, leaves: Sequence[torch.Tensor], tokens: int, seqs: int,
              batch: tuple[int, int] | None) -> list[torch.Tensor]:
-        """One forward: copy in, replay, copy out."""
-        self.copy_in(leaves)
+        """One forward: copy in, replay, copy out what the graph has not delivered."""
+        fresh = self.fresh(tokens, seqs)
+        self.copy_in(leaves, fresh)
         self.forward.replay()
-        return [output.take(static, tokens, seqs, batch, self.copy_outputs)
-                for output, static in zip(self.outputs, self.static_outputs, strict=True)]
+        outs = [fresh] * len(self.outputs)
+        for i in self._taken:
+            outs[i] = self.outputs[i].take(self.static_outputs[i], tokens, seqs, batch, self.copy_outputs)
+        if batch is not None and fresh is not None:
+            outs[self.delivery.index] = self.outputs[self.delivery.index].batched(fresh, batch)
+        return outs
+
+    @cached_property
+    def _taken(self) -> list[int]:
+        """The outputs that are copied or viewed after the replay."""
+        return [i for i in range(len(self.outputs)) if self.delivery is None or i != self.delivery.index]
+
+    def fresh(self, tokens: int, seqs: int) -> torch.Tensor | None:
+        """Memory of the call's own for what the graph delivers."""
+        if (delivery := self.delivery) is None:
+            return None
+        static, leaf = self.static_outputs[delivery.index], delivery.leaf
+        # where all of it is the call's, as of a full pack, in the way that costs the host less than half
+        return torch.empty_like(static) if tokens == delivery.tokens else static.new_empty(leaf.shape(tokens, seqs))
 
     def version(self) -> int:
         """Grows whenever something that the backward reads is written in place."""

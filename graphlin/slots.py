@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
 
 from graphlin.backends import GraphBackend
-from graphlin.kernels.copy_rows import Left, RowCopy
+from graphlin.kernels.copy_rows import Left, RowCopy, deliver, is_deliverable
 from graphlin.packing import Leaf, Role
 from graphlin.replay import Copy
 from graphlin.tier import Tier
@@ -28,7 +29,7 @@ class SeqCopy:
         self._size = static.shape[dim]
         self._is_leading = prod(static.shape[:dim]) == 1
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None, offset: int = 0) -> None:
         seqs = x.shape[self._dim]
         if not _is_part(x, self.static) or not x.is_contiguous() or not (self._is_leading or seqs == self._size):
             self.static.narrow(self._dim, 0, seqs).copy_(x)
@@ -49,7 +50,7 @@ class WholeCopy:
     def __init__(self, static: torch.Tensor) -> None:
         self.static = static
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None, offset: int = 0) -> None:
         if not _is_part(x, self.static) or x.stride() != self.static.stride():
             self.static.copy_(x)
 
@@ -102,9 +103,22 @@ class Slot:
                 self._copies[key] = WholeCopy(self._buffer(key)[0])
             else:
                 static, left = self._part(name, role, shape, dtype)
-                kind = RowCopy if role.kind == "tokens" else SeqCopy
-                self._copies[key] = kind(static, role.dim, left)
+                self._copies[key] = (RowCopy(static, role.dim, left, self.mailbox) if role.kind == "tokens" else
+                                     SeqCopy(static, role.dim, left))
         return self._copies[key]
+
+    @cached_property
+    def mailbox(self) -> torch.Tensor:
+        """Where a copy-in tells the graph that is then replayed where to deliver its output."""
+        mailbox, _ = self._buffer(("the mailbox", None, (1, 2), torch.int64))  # no argument is called so
+        deliver(mailbox, 0, mailbox)  # nowhere: a capture may not compile the kernel
+        return mailbox
+
+    def deliver(self, tensor: torch.Tensor, dim: int) -> bool:
+        """Puts into the graph that is being captured a copy of rows of `tensor` to where the mailbox says, if that can be."""
+        if possible := is_deliverable(tensor, dim):
+            deliver(tensor.detach(), dim, self.mailbox)
+        return possible
 
     def whole(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
         """The static tensor of an argument at the largest sizes of any tier, as the caller's own to write."""

@@ -150,9 +150,12 @@ class _Check:
     def _compare(self, pair: Pair, tier: Tier, at_call: Results, where: str, counts: bool) -> None:
         """One replay with eager at its shapes, then with what eager gave at the call's."""
         count = self._count if counts else _run
-        self._copy_in(pair, count)
+        fresh = pair.fresh(*self.call.sizes)
+        self._copy_in(pair, count, fresh)
         expected, returned = self._run_eagerly(pair, _static_leaves(pair, len(self.call.leaves)), tier.tokens,
                                                [copy.static.clone() for copy in pair.grads])
+        if fresh is not None:
+            _poison(fresh, self._cut(pair, expected)[pair.delivery.index])
         found = self._replay(pair, expected, count)
         names = self._names(pair)
         report = self.report.mismatches
@@ -160,13 +163,16 @@ class _Check:
                    for name, f, e in zip(names, found, expected, strict=True) if not _same_bits(f, e)]
         if _constants(pair.rebuild(list(pair.static_outputs))) != returned:
             report.append(f"what is returned beside tensors differs from eager at the tier's shapes ({where})")
+        cut = self._cut(pair, found)
         if not self.report.random:
-            for name, f, e in zip(names, self._cut(pair, found), at_call, strict=True):
+            for name, f, e in zip(names, cut, at_call, strict=True):
                 self._measure(name, f, e, where)
+        if fresh is not None and not _same_bits(fresh, cut[pair.delivery.index]):
+            report.append(f"{names[pair.delivery.index]}: what the call is given is not what the graph computed ({where})")
 
     @torch.no_grad()
-    def _copy_in(self, pair: Pair, count: Callable) -> None:
-        count("copy in", "forward", lambda: pair.copy_in(self.call.leaves))
+    def _copy_in(self, pair: Pair, count: Callable, fresh: torch.Tensor | None) -> None:
+        count("copy in", "forward", lambda: pair.copy_in(self.call.leaves, fresh))
         if pair.grads:
             count("copy in", "backward", lambda: [copy(grad, pair.static_cu)
                                                   for copy, grad in zip(pair.grads, self._grads, strict=True)])
@@ -191,7 +197,7 @@ class _Check:
         kept = {t.untyped_storage().data_ptr() for t in read if t is not None}  # outputs may alias what the graph reads
         for tensor, right in zip(written, expected, strict=True):
             if tensor is not None and right is not None and tensor.untyped_storage().data_ptr() not in kept:
-                tensor.fill_(float("nan")) if _holds_nan(tensor) else tensor.copy_(right.bitwise_not())
+                _poison(tensor, right)
         count("graph", "forward", pair.forward.replay)
         found: Results = [t.clone() for t in pair.static_outputs]
         if pair.backward is not None:
@@ -289,6 +295,11 @@ def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Of the host's generator, and of the device's if it has its own."""
     host = torch.get_rng_state()
     return (host,) if device.type == "cpu" else (host, torch.get_device_module(device).get_rng_state(device))
+
+
+def _poison(tensor: torch.Tensor, right: torch.Tensor) -> None:
+    """Fills a tensor with what can't be its right value."""
+    tensor.fill_(float("nan")) if _holds_nan(tensor) else tensor.copy_(right.bitwise_not())
 
 
 def _holds_nan(tensor: torch.Tensor) -> bool:

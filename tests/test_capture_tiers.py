@@ -198,8 +198,8 @@ def test_memory_is_told_by_tier_and_slot_and_smaller_tiers_have_no_inputs_of_the
     assert [(h.slot, h.trains, h.tier.tokens) for h in held] == [
         (slot, trains, tokens) for slot in (0, 1) for trains in (True, False) for tokens in (24, 16, 8)]
     assert sum(h.pool_bytes + h.static_bytes for h in held) == graphed.held_bytes()
-    inputs = 24 * 8 * 4 + 5 * 4
-    assert [h.static_bytes for h in held[:6]] == [inputs + 24 * 8 * 4, 0, 0, 0, 0, 0]    # x, cu_seqlens and the output's gradient
+    x, cu, mailbox, gradient = 24 * 8 * 4, 5 * 4, 2 * 8, 24 * 8 * 4
+    assert [h.static_bytes for h in held[:6]] == [x + cu + mailbox + gradient, 0, 0, 0, 0, 0]
     captured(graphed, 2, backwards=1)
 
 

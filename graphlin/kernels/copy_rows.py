@@ -1,4 +1,4 @@
-"""Copy-in of one call: active rows into a static buffer, and the tail of the static `cu_seqlens`."""
+"""Copy-in of one call: active rows into a static buffer, and the tail of the static `cu_seqlens`. Its copy-out, by the graph."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,17 +9,23 @@ import triton.language as tl
 
 from graphlin.backends import Prepared
 from graphlin.kernels.common import active_rows
-from graphlin.kernels.launch import grid_stride, prepare, record_for
+from graphlin.kernels.launch import grid_stride, launch, prepare, record_for
 
 
-@triton.jit(do_not_specialize=["N", "T", "first", "previous"])
-def copy_active_rows(x, cu, N, T, first, previous, y, static_cu, T_MAX, inner, outer, N_MAX: tl.constexpr,
-                     HAS_CU: tl.constexpr, FILL_CU: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "T", "first", "previous", "far", "near"])
+def copy_active_rows(x, cu, N, T, first, previous, far, near, y, static_cu, mailbox, T_MAX, inner, outer, N_MAX: tl.constexpr,
+                     HAS_CU: tl.constexpr, FILL_CU: tl.constexpr, HAS_MAIL: tl.constexpr, BLOCK: tl.constexpr,
+                     BN: tl.constexpr):
     """x `[outer, T, inner]` into y `[outer, T_MAX, inner]`: rows below `cu[N]` copied, from there to `previous` zeroed.
 
     A row that is not active is not even loaded, so what lies in it can't reach the buffer. Rows below `first` are left
     alone. With FILL_CU entries past N of static_cu become `cu[N]`: the sequences that a smaller batch lacks are empty.
+    With HAS_MAIL the mailbox gets `2**31 far + near`, and T, for `deliver_rows`.
     """
+    if HAS_MAIL:
+        if tl.program_id(0) == 0:
+            tl.store(mailbox, (far.to(tl.int64) << 31) + near)
+            tl.store(mailbox + 1, T.to(tl.int64))
     active = T.to(tl.int64)
     if HAS_CU:
         active = active_rows(cu, N, T)
@@ -37,6 +43,36 @@ def copy_active_rows(x, cu, N, T, first, previous, y, static_cu, T_MAX, inner, o
         o = begin + (i % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         rows = tl.load(x + i_o * T * inner + o, mask=o < live, other=0)
         tl.store(y + i_o * T_MAX * inner + o, rows, mask=o < end)
+
+
+@triton.jit(do_not_specialize=["vectors"])
+def deliver_rows(x, mailbox, vectors, BLOCK: tl.constexpr):
+    """Rows of x, each of `vectors` times 16 bytes, copied to where the mailbox says: how many bytes after x, and how many rows.
+
+    A graph has fixed addresses, and this is how it writes to another at each replay. No bytes after x is nowhere. (Not an
+    address, since every compiler of Triton takes a pointer and an offset, and few kernels make a pointer of an integer.)
+    """
+    offset = tl.multiple_of(tl.load(mailbox), 16)
+    size = tl.where(offset == 0, 0, tl.load(mailbox + 1)) * vectors * 16
+    for i in range(tl.program_id(0), ((size + BLOCK - 1) // BLOCK).to(tl.int32), tl.num_programs(0)):
+        o = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + offset + o, tl.load(x + o, mask=o < size, other=0), mask=o < size)
+
+
+def is_deliverable(x: torch.Tensor, dim: int) -> bool:
+    """Whether `deliver` can copy the first rows of x along `dim`: they lie together, and in vectors of 16 bytes."""
+    if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg() or x.is_conj() or prod(x.shape[:dim]) != 1:
+        return False
+    return x.storage_offset() * x.itemsize % 16 == 0 and prod(x.shape[dim + 1:]) * x.itemsize % 16 == 0
+
+
+def deliver(x: torch.Tensor, dim: int, mailbox: torch.Tensor) -> None:
+    """Copies as many rows of x, and to where, as the last `RowCopy` with this mailbox `[1, 2]` (int64) has left in it."""
+    bytes_of_x = x.reshape(-1).view(torch.uint8)
+    record = record_for("deliver_rows", x.device)
+    tasks = -(-x.nbytes // record.tiles["BLOCK"])
+    launch(deliver_rows, grid_stride(tasks, record, x.device), bytes_of_x, mailbox, prod(x.shape[dim + 1:]) * x.itemsize // 16,
+           record=record)
 
 
 @dataclass
@@ -60,6 +96,7 @@ class Left:
             self.count = count
 
 
+_NEAR = (1 << 31) - 1  # Triton takes an integer as 32 bits or 64, by its value; two of 31 are always of 32
 _INTEGERS = {1: torch.int8, 8: torch.int64}
 
 
@@ -79,12 +116,15 @@ def as_triton_has_it(x: torch.Tensor) -> torch.Tensor:
 class RowCopy:
     """Fills a static buffer whose dim `dim` holds tokens, and zeroes the rows that an earlier call left there.
 
+    With a mailbox, the copies that fill cu_seqlens too tell a graph in it where the call's output is to lie.
+
     >>> copy = RowCopy(torch.zeros(1, 4096, 64), dim=1)
     >>> copy(x, cu)                    # x [1, T, 64], T <= 4096
     """
 
-    def __init__(self, static: torch.Tensor, dim: int, left: Left | None = None) -> None:
+    def __init__(self, static: torch.Tensor, dim: int, left: Left | None = None, mailbox: torch.Tensor | None = None) -> None:
         self.static = static
+        self.mailbox = mailbox
         self.left = Left() if left is None else left
         self._dim = dim
         self._target = as_triton_has_it(static)
@@ -93,10 +133,11 @@ class RowCopy:
         self._address = static.data_ptr()
         self._launches: dict[int, Prepared] = {}  # by static_cu, which they keep
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None) -> None:
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None, offset: int = 0) -> None:
         """Copies the rows of x below `cu[-1]` (all rows without cu); static_cu, if given, is filled from cu.
 
-        Rows of x that lie in the buffer already are left alone, the inactive ones too: they are the caller's.
+        Rows of x that lie in the buffer already are left alone, the inactive ones too: they are the caller's. `offset` is what
+        the mailbox gets with static_cu: bytes from what is delivered to where, 0 for nowhere.
         """
         tokens, rows, left = self._tokens, x.shape[self._dim], self.left
         if self._target is not self.static:
@@ -112,16 +153,16 @@ class RowCopy:
         launch = self._launches.get(form)
         if launch is None:
             launch = self._launches[form] = self._prepare(cu is not None, static_cu)
-        launch((x, cu), (0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens)))
+        launch((x, cu), (0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens), offset >> 31, offset & _NEAR))
         left.replace(rows, tokens)
 
     def _prepare(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
         record = record_for("copy_active_rows", self._target.device, dtype=self._target.dtype)
         tasks = self._outer * -(-self._tokens * self._inner // record.tiles["BLOCK"])
         return prepare(copy_active_rows, grid_stride(max(tasks, 1), record, self._target.device), self._target, static_cu,
-                       self._tokens, self._inner, self._outer, record=record,
+                       None if static_cu is None else self.mailbox, self._tokens, self._inner, self._outer, record=record,
                        N_MAX=0 if static_cu is None else static_cu.shape[0] - 1, HAS_CU=has_cu,
-                       FILL_CU=static_cu is not None)
+                       FILL_CU=static_cu is not None, HAS_MAIL=static_cu is not None and self.mailbox is not None)
 
     def clear(self) -> None:
         """Zeroes the whole buffer."""

@@ -25,8 +25,9 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
 def prepare(kernel: Any, grid: int, *fixed: Any, record: LaunchRecord, **constexprs: Any) -> Prepared:
     """`launch` for a kernel that is launched again and again, on the device of the first tensor among its last arguments.
 
-    >>> copy = prepare(copy_active_rows, grid, y, None, 4096, 64, 1, record=record, N_MAX=0, HAS_CU=True, FILL_CU=False)
-    >>> copy((x, cu), (N, T, 0, 0))
+    >>> copy = prepare(copy_active_rows, grid, y, None, None, 4096, 64, 1, record=record, N_MAX=0, HAS_CU=True, FILL_CU=False,
+    ...                HAS_MAIL=False)
+    >>> copy((x, cu), (N, T, 0, 0, 0, 0))
     """
     tensor = next(a for a in fixed if isinstance(a, torch.Tensor))
     if grid == 0 or not _has_memory(tensor):

@@ -15,12 +15,12 @@ WIDTH, TOKENS = 8, 24
 def copy(device):
     y = torch.zeros(1, TOKENS, WIDTH, device=device)
     record = record_for("copy_active_rows", device, dtype=y.dtype)
-    launch = prepare(copy_active_rows, grid_stride(1, record, device), y, None, TOKENS, WIDTH, 1, record=record, N_MAX=0,
-                     HAS_CU=True, FILL_CU=False)
+    launch = prepare(copy_active_rows, grid_stride(1, record, device), y, None, None, TOKENS, WIDTH, 1, record=record,
+                     N_MAX=0, HAS_CU=True, FILL_CU=False, HAS_MAIL=False)
 
     def run(x, cu):
         y.zero_()
-        launch((x, cu), (cu.shape[0] - 1, x.shape[1], 0, 0))
+        launch((x, cu), (cu.shape[0] - 1, x.shape[1], 0, 0, 0, 0))
         return y
     return run
 

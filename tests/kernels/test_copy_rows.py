@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from graphlin.kernels.copy_rows import RowCopy
+from graphlin.kernels.copy_rows import RowCopy, deliver, is_deliverable
 
 
 def cu_seqlens(device, *ends, dtype=torch.int32):
@@ -81,3 +81,52 @@ def test_the_buffer_itself_is_not_copied(device):
     assert static_cu.tolist() == [0, 2, 2, 2]
     copy(torch.ones(1, 2, 4, device=device), cu_seqlens(device, 2), static_cu)
     assert (copy.static[:, :2] == 1.0).all() and not copy.static[:, 2:].any()      # its rows counted as left behind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.bool])
+def test_rows_are_delivered_to_where_the_last_copy_said(device, dtype):
+    mailbox = torch.zeros(1, 2, device=device, dtype=torch.int64)
+    copy = RowCopy(torch.zeros(1, 40, 4, device=device), dim=1, mailbox=mailbox)
+    static_cu = torch.zeros(3, device=device, dtype=torch.int32)
+    source = torch.randn(1, 40, 80).mul(9).to(device, dtype)
+    for tokens in (7, 40, 1, 0, 23):
+        memory = torch.randn(42, 80).mul(9).to(device, dtype)
+        before, target = memory.clone(), memory[1:tokens + 1]
+        x, offset = torch.ones(1, tokens, 4, device=device), target.data_ptr() - source.data_ptr()
+        copy(x, cu_seqlens(device, tokens), static_cu, offset)
+        deliver(source, 1, mailbox)
+        before[1:tokens + 1] = source[0, :tokens]
+        assert torch.equal(memory.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_nothing_is_delivered_to_nowhere(device):
+    mailbox = torch.zeros(1, 2, device=device, dtype=torch.int64)
+    copy = RowCopy(torch.zeros(1, 8, 4, device=device), dim=1, mailbox=mailbox)
+    source, target = torch.randn(8, 4, device=device), torch.zeros(8, 4, device=device)
+    x, cu, static_cu = torch.ones(1, 6, 4, device=device), cu_seqlens(device, 5), torch.zeros(4, device=device, dtype=torch.int32)
+    copy(x, cu, static_cu, target.data_ptr() - source.data_ptr())
+    copy(x, cu, static_cu)                                     # the next copy takes it back
+    kept = source.clone()
+    deliver(source, 0, mailbox)
+    assert not target.any() and torch.equal(source, kept) and mailbox.tolist() == [[0, 6]]
+
+
+def test_addresses_are_told_apart_to_the_last_bit(device):
+    mailbox = torch.zeros(1, 2, device=device, dtype=torch.int64)
+    copy = RowCopy(torch.zeros(1, 8, 4, device=device), dim=1, mailbox=mailbox)
+    static_cu = torch.zeros(2, device=device, dtype=torch.int32)
+    for offset in (16, -16, (1 << 31) - 16, 1 << 31, -(1 << 31) - 16, (1 << 47) + 48, -(1 << 47) + 48):
+        copy(torch.ones(1, 3, 4, device=device), cu_seqlens(device, 3), static_cu, offset)
+        assert mailbox.tolist() == [[offset, 3]]
+
+
+@pytest.mark.parametrize("make, dim, can", [
+    (lambda: torch.zeros(1, 5, 4), 1, True), (lambda: torch.zeros(5, 2, 2), 0, True),
+    (lambda: torch.zeros(5, 16, dtype=torch.int8), 0, True), (lambda: torch.zeros(24)[4:].view(5, 4), 0, True),
+    (lambda: torch.zeros(1, 5, 3), 1, False), (lambda: torch.zeros(5), 0, False), (lambda: torch.zeros(2, 5, 4), 1, False),
+    (lambda: torch.zeros(5, 8)[:, :4], 0, False), (lambda: torch.zeros(4, 5).T, 0, False),
+    (lambda: torch.zeros(24)[2:22].view(5, 4), 0, False), (lambda: torch._neg_view(torch.zeros(5, 4)), 0, False),
+    (lambda: torch.zeros(5, 4, dtype=torch.complex64).conj(), 0, False), (lambda: torch.zeros(5, 4).to_sparse(), 0, False),
+])
+def test_what_can_be_delivered_lies_together_in_vectors_of_16_bytes(make, dim, can):
+    assert is_deliverable(make(), dim) == can

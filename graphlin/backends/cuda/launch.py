@@ -1,6 +1,6 @@
 """Launches compiled Triton kernels on the current CUDA stream."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,14 +42,22 @@ class PreparedLaunch:
         if compiled is None or torch._C._cuda_getDevice() != self._index or _is_watched():
             self._run_by_triton(form, (*tensors, *integers, *self._fixed))
             return
-        run, function, metadata = compiled
-        run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), function, metadata, None, None, None,
-            *pointers, *integers, *self._rest)
+        run, options = compiled
+        run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), *options, *pointers, *integers, *self._rest)
 
     def _run_by_triton(self, form: tuple, args: tuple) -> None:
         kernel = run_compiled(self._kernel, self._grid, args, self._constexprs, self._record)
         if hasattr(triton, "knobs"):  # before, the launcher took other arguments
-            self._forms[form] = kernel.run, kernel.function, kernel.packed_metadata
+            self._forms[form] = _launcher_of(kernel)
+
+
+def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple]:
+    """What launches a compiled kernel, without hooks, and its arguments between the stream and the kernel's own."""
+    run, options = kernel.run, (kernel.packed_metadata, None, None, None)
+    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+        # There it is Python that only adds these; what it calls takes others in other versions.
+        return run.launch, (kernel.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *options)
+    return run, (kernel.function, *options)
 
 
 def _is_watched() -> bool:

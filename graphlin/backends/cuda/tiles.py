@@ -113,6 +113,7 @@ _RECORDS = {
     "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
     "chunk_local_cumsum": lambda arch, K, V, R, dtype: LaunchRecord(dict(BX=64)),
     "copy_active_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
+    "deliver_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=8192), waves=8),
     "conv_forward": _conv_forward,
     "conv_backward": _conv_backward,
     "gdn_prep": _prep,

@@ -10,6 +10,7 @@ _TILES = {
     "chunk_table_rows": lambda K, V: dict(BR=64, BN=64, ROWWISE=False),
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=4096, BN=64),
+    "deliver_rows": lambda K, V: dict(BLOCK=1024),
     "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=False),
     "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 128), UNROLL=1, ROWWISE=False),
     "gdn_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False),

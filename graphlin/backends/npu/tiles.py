@@ -10,6 +10,7 @@ _TILES = {
     "chunk_table_rows": lambda K, V: dict(BR=16, BN=64, ROWWISE=True),
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=2048, BN=64),
+    "deliver_rows": lambda K, V: dict(BLOCK=8192),
     "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=True),
     "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 64 if K <= 4 else 32), UNROLL=1, ROWWISE=True),
     "gdn_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=True),
