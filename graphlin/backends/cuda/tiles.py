@@ -60,8 +60,7 @@ def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
     than 64 columns are doubtful there (Triton 3.6), so that a small K or V fills its tiles with zeros."""
     if dtype == torch.float32 or arch != "sm_90":
         rows = 32 if dtype == torch.float32 else 64
-        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows), SPLIT=False), num_warps=8,
-                            num_stages=2)
+        return LaunchRecord(dict(_precision(dtype), BK=32, BV=block_size(V, rows), SPLIT=False), num_warps=8, num_stages=2)
     return LaunchRecord(dict(_precision(dtype), BK=128 if K > 64 else 64, BV=64, SPLIT=True), num_stages=3, waves=8)
 
 
