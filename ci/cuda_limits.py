@@ -10,7 +10,6 @@ STACK_LIMIT = {"sm_80": 256, "sm_90": 256}
 """Bytes of stack of a thread, where spilled registers go; for the main records alone."""
 
 MEASURED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
-    ("gdn_state_gradients", "sm_90"): (312, "outside its loop: 130 us on an H200 at T=4096, H=16, HV=32; eight warps, 158"),
     ("kda_intra_gradients", "sm_90"): (664, "two warps take 461 us on an H200 at T=4096, H=HV=32; four, without spills, 874"),
 }
 """(kernel, arch) -> bytes that a main record may spill instead, and what was measured that speaks for it."""

@@ -4,7 +4,7 @@ pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ, D = stril(Γ∘(s q kᵀ∘F
     X = (s stril(Γ∘F) + diag(s F))B and W = stril(Γ∘H)B, summed over the value heads of a key head, and the pairs' share of
     dg and dβ.
 states (C x K tiles): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ; the l2 norm's own
-    gradients, where a tile has all of K. In one task, or in two.
+    gradients, where a tile has all of K.
 finish: the gate's and the sigmoid's own gradients, and the l2 norm's where K is in several tiles.
 dg takes pair terms from C x C tiles: a pair outside j < t <= i then cancels exactly, which row dots of rounded products do not.
 """
@@ -106,27 +106,56 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
-def _fold(b_x, THREADS: tl.constexpr):
-    """Sums of a tile `[rows, columns]` that add up to its own, [columns]. THREADS: of what a thread of 128 holds, so that none
-    waits for another; else over rows."""
-    if THREADS:
-        b_x = tl.reshape(b_x, [b_x.shape[0] // 8, 8, b_x.shape[1] // 8, 8])
-        b_x = tl.reshape(tl.sum(tl.sum(b_x, 3), 0), [b_x.shape[1] * b_x.shape[2]])
+def _row_sums(b_x, b_r, GROUPS: tl.constexpr):
+    """Row sums times r, [rows], or those of GROUPS > 1 groups of columns apart, [rows, GROUPS]."""
+    if GROUPS > 1:
+        b_y = tl.sum(tl.reshape(b_x, [b_x.shape[0], GROUPS, b_x.shape[1] // GROUPS]), 2) * b_r[:, None]
     else:
-        b_x = tl.sum(b_x, 0)
+        b_y = tl.sum(b_x, 1) * b_r
+    return b_y
+
+
+@triton.jit
+def _columns(ROWS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+    """Zeros for row sums of each head, [ROWS, HEADS], or of groups of columns, [ROWS, GROUPS, HEADS]."""
+    if GROUPS > 1:
+        b_x = tl.zeros([ROWS, GROUPS, HEADS], dtype=tl.float32)
+    else:
+        b_x = tl.zeros([ROWS, HEADS], dtype=tl.float32)
+    return b_x
+
+
+@triton.jit
+def _in_column(b_x, m_r):
+    """Row sums in the column of their head, 0 in the others."""
+    if len(b_x.shape) == 2:
+        b_y = tl.where(m_r[None, :, :], b_x[:, :, None], 0.0)
+    else:
+        b_y = tl.where(m_r, b_x[:, None], 0.0)
+    return b_y
+
+
+@triton.jit
+def _join_groups(b_x):
+    """[ROWS, HEADS]"""
+    if len(b_x.shape) == 3:
+        b_x = tl.sum(b_x, 1)
     return b_x
 
 
 @triton.jit
 def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
                  H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 BV: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr, DQ: tl.constexpr,
-                 DK: tl.constexpr, THREADS: tl.constexpr):
-    """dq (DQ), dk (DK) or both. One loop over value heads and V tiles, so that the loads of the next are on their way while
-    one's products run."""
+                 BV: tl.constexpr, GROUPS: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
+    """One loop over value heads and V tiles, so that the loads of the next are on their way while one's products run.
+
+    GROUPS 0: each round stores its row sums. Else the loop keeps those of GROUPS groups of columns, as many as there are warps
+    beside each other in a product, a column for each head: warps then meet once, after the loop.
+    """
     R: tl.constexpr = HV // H
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
+    RP: tl.constexpr = triton.next_power_of_2(R)
     bos, n = sequence(cu, i_n, T, VARLEN)
     slot = chunk_slot(bos, i_n, i_t, BT, NS)
     row = bos + i_t * BT
@@ -134,26 +163,22 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
     o_k = i_k * BK + tl.arange(0, BK)
     m_t = i_t * BT + o_c < n
     m_tk = row_mask(m_t, o_k, K, BK)
-    p_k = (row * H + i_h) * K
-    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
-    p_c = xw + (slot * H + i_h) * (2 * BT * BT)
-    o_cc = o_c[:, None] * BT + o_c[None, :]
-    b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                                   # [BT, BK]
-    b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
-    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
+    p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                          # [BT, BK]
+    b_q = tl.load(q + p_k, mask=m_tk, other=0.)
     b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
-    b_xs = tl.load(p_c + o_cc)                                                                           # [BT, BT]
+    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
     b_kn = (b_k.to(tl.float32) * b_rk[:, None]).to(b_k.dtype)
-    if DQ:
-        b_dq = tl.dot(b_xs, b_kn, input_precision=PREC)                                                  # [BT, BK]
-    if DK:
-        b_qn = (b_q.to(tl.float32) * b_rq[:, None]).to(b_q.dtype)
-        b_dk = tl.dot(tl.trans(b_xs), b_qn, input_precision=PREC)
-        b_dk -= tl.dot(tl.load(p_c + BT * BT + o_cc), b_kn, input_precision=PREC)
-    b_w = tl.zeros([BT], dtype=tl.float32)
-    b_ak = tl.zeros([BT], dtype=tl.float32)
-    b_aq = tl.zeros([BT], dtype=tl.float32)
-    b_sr = tl.zeros([BK], dtype=tl.float32)
+    b_qn = (b_q.to(tl.float32) * b_rq[:, None]).to(b_q.dtype)
+    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
+    b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
+    b_ws = tl.load(xw + p_c + BT * BT)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    b_w, b_a, b_sr = tl.zeros([BT], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32), 0.0
+    if GROUPS > 0:
+        o_r = tl.arange(0, RP)
+        b_w, b_a, b_sr = _columns(BT, GROUPS, RP), _columns(BT, GROUPS, RP), _columns(BV, 1, RP)
     for i in range(0, R * NV):
         i_v = i % NV
         i_hv = i_h * R + i // NV
@@ -165,83 +190,76 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
         o_x = o_c[:, None] * (HV * V) + o_v[None, :]
         o_s = o_v[:, None] * K + o_k[None, :]
         b_G = tl.load(G + p * BT + o_c)
-        b_eg = tl.exp2(b_G)
+        b_gl = tl.load(G + p * BT + BT - 1)
+        b_b = tl.load(b + p * BT + o_c)
         b_s = tl.load(St + p * (K * V) + o_s, mask=m_s, other=0.)                                        # [BV, BK]
-        b_w = tl.where(i_v > 0, b_w, 0.0)
-        b_ak = tl.where(i_v > 0, b_ak, 0.0)
-        b_aq = tl.where(i_v > 0, b_aq, 0.0)
-        b_sr = tl.where(i_v > 0, b_sr, 0.0)
-        if DK:
-            b_b = tl.load(b + p * BT + o_c)
-            b_et = tl.exp2(tl.load(G + p * BT + BT - 1) - b_G)
-            b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
-            b_sr += _fold(b_s.to(tl.float32) * b_r.to(tl.float32), THREADS)
-            b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC)         # [BT, BK]
-            b_dk += b_x * (b_et * b_b)[:, None]
-            b_w += tl.sum(b_k.to(tl.float32) * b_x, 1) * (b_rk * b_et)
-        if DQ:
-            b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
-            b_dq += b_x * (b_eg * scale)[:, None]
-            b_aq += tl.sum(b_q.to(tl.float32) * b_x, 1) * (b_rq * b_eg * scale)
-        if DK:
-            b_x = tl.dot(tl.load(dv + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
-            b_dk -= b_x * b_eg[:, None]
-            b_ak += tl.sum(b_k.to(tl.float32) * b_x, 1) * (b_rk * b_eg)
-        p_t = (i_k * NS + slot) * HV + i_hv
-        if DK:
-            tl.store(pk + p_t * (3 * BT) + o_c, b_w)
-            tl.store(pk + p_t * (3 * BT) + BT + o_c, b_ak)
-            tl.store(psr + p_t * BK + tl.arange(0, BK), b_sr)
-        if DQ:
-            tl.store(pk + p_t * (3 * BT) + 2 * BT + o_c, b_aq)
-    p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
-    if DQ:
-        if NK == 1:
-            tl.store(dq + p_k + o_tk, norm_gradient(b_dq, b_q, b_rq, L2).to(dq.dtype.element_ty), mask=m_tk)
+        b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
+        b_rr = b_s.to(tl.float32) * b_r.to(tl.float32)
+        if GROUPS > 0:
+            m_r = (o_r == i // NV)[None, :]
+            b_sr += _in_column(tl.sum(b_rr, 1), m_r)
+        b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC)             # [BT, BK]
+        b_eg = tl.exp2(b_G)
+        b_et = tl.exp2(b_gl - b_G)
+        b_dk += b_x * (b_et * b_b)[:, None]
+        b_w1 = _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_et, GROUPS)
+        b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
+        b_dq += b_x * (b_eg * scale)[:, None]
+        b_a1 = _row_sums(b_q.to(tl.float32) * b_x, b_rq * b_eg * scale, GROUPS)
+        b_x = tl.dot(tl.load(dv + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
+        b_dk -= b_x * b_eg[:, None]
+        b_a1 -= _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_eg, GROUPS)
+        if GROUPS > 0:
+            b_w += _in_column(b_w1, m_r)
+            b_a += _in_column(b_a1, m_r)
         else:
-            tl.store(dqk + p_w, b_dq)
-    if DK:
-        if NK == 1:
-            tl.store(dk + p_k + o_tk, norm_gradient(b_dk, b_k, b_rk, L2).to(dk.dtype.element_ty), mask=m_tk)
-        else:
-            tl.store(dqk + p_w + BT * NK * BK, b_dk)
+            b_w = tl.where(i_v > 0, b_w, 0.0) + b_w1
+            b_a = tl.where(i_v > 0, b_a, 0.0) + b_a1
+            b_sr = tl.where(i_v > 0, b_sr, 0.0) + tl.sum(tl.sum(b_rr, 0), 0)
+            p_t = (i_k * NS + slot) * HV + i_hv
+            tl.store(pk + p_t * (2 * BT) + o_c, b_w)
+            tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
+            tl.store(psr + p_t, b_sr)
+    if GROUPS > 0:
+        p_t = (i_k * NS + slot) * HV + i_h * R + o_r
+        p_w = pk + p_t[None, :] * (2 * BT) + o_c[:, None]
+        m_r = o_r < R
+        tl.store(p_w, _join_groups(b_w), mask=m_r[None, :])
+        tl.store(p_w + BT, _join_groups(b_a), mask=m_r[None, :])
+        tl.store(psr + p_t, tl.sum(b_sr, 0), mask=m_r)
+    b_dq = tl.dot(b_xs, b_kn, b_dq, input_precision=PREC)
+    b_dk = tl.dot(tl.trans(b_xs), b_qn, b_dk, input_precision=PREC)
+    b_dk -= tl.dot(b_ws, b_kn, input_precision=PREC)
+    if NK == 1:
+        tl.store(dq + p_k, norm_gradient(b_dq, b_q, b_rq, L2).to(dq.dtype.element_ty), mask=m_tk)
+        tl.store(dk + p_k, norm_gradient(b_dk, b_k, b_rk, L2).to(dk.dtype.element_ty), mask=m_tk)
+    else:
+        p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
+        tl.store(dqk + p_w, b_dq)
+        tl.store(dqk + p_w + BT * NK * BK, b_dk)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
 def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
                         H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                        BK: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr,
+                        BK: tl.constexpr, BV: tl.constexpr, GROUPS: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr,
                         GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr):
-    """Tasks (chunk, key head, K tile), SPLIT: two each, dk and dq, side by side, grid-stride. Writes dq, dk where a tile covers
-    K, else their parts dqk."""
+    """Tasks (chunk, key head, K tile), grid-stride. Writes dq, dk where a tile covers K, else their parts dqk."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    TASKS: tl.constexpr = H * NK * 2 if SPLIT else H * NK
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * TASKS, tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // TASKS, NTS, VARLEN)
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * NK), tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // (H * NK), NTS, VARLEN)
         live = True
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            if SPLIT:
-                i_pair = i_task // 2
-                i_hk = i_pair % (H * NK)
-                # The other of the two in the next round, so that every program has as much to do.
-                if (i_task + i_pair // tl.maximum(tl.num_programs(0) // 2, 1)) % 2 == 0:
-                    _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_hk // NK, i_hk % NK,
-                                 cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, False, True, True)
-                else:
-                    _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_hk // NK, i_hk % NK,
-                                 cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, True, False, True)
-            else:
-                i_hk = i_task % TASKS
-                _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_hk // NK, i_hk % NK,
-                             cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, True, True, False)
+            _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, (i_task // NK) % H,
+                         i_task % NK, cu, T, NS, scale, H, HV, K, V, BT, BK, BV, GROUPS, L2, VARLEN, PREC)
 
 
 @triton.jit
 def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
-                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, REV_SCAN: tl.constexpr):
+                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                 BETA: tl.constexpr, REV_SCAN: tl.constexpr):
     """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
 
     The exclusive sum adds the rows one place up: inclusive minus own would leave the rounding of a large last row in a small dg.
@@ -258,11 +276,10 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
     b_sr = 0.0
     for i in range(0, PARTS):
         p_t = (i * NS + slot) * HV + i_hv
-        p_k = pk + p_t * (3 * BT) + o_c
-        b_w += tl.load(p_k)
-        b_a += tl.load(p_k + 2 * BT) - tl.load(p_k + BT)
-        b_sr += tl.sum(tl.load(psr + p_t * BK + tl.arange(0, BK)), 0)
-        b_bw += tl.load(p_k - 1, mask=o_c >= 1, other=0.)
+        b_w += tl.load(pk + p_t * (2 * BT) + o_c)
+        b_a += tl.load(pk + p_t * (2 * BT) + BT + o_c)
+        b_sr += tl.load(psr + p_t)
+        b_bw += tl.load(pk + p_t * (2 * BT) + o_c - 1, mask=o_c >= 1, other=0.)
     b_db += b_w
     b_bw = b_bw * tl.load(b + p * BT + o_c - 1, mask=o_c >= 1, other=0.)
     if REV_SCAN:
@@ -303,8 +320,8 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
             m_t = i_t * BT + tl.arange(0, BT) < n
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
-                _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
-                             HV, NK, BT, BK, GATE, BIAS, BETA, REV_SCAN)
+                _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
+                             i_hv, m_t, NS, HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
             if NK > 1:
                 p_t = (row * H + i_h) * K
                 p_r = (slot * H + i_h) * BT
@@ -334,7 +351,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     BK = states.tiles["BK"]
     NK = -(-K // BK)
     xw = q.new_empty(NS, H, 2, BT, BT)
-    pv, pk, psr = _float32(work.G, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, BK)
+    pv, pk, psr = _float32(work.G, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
     dqk = _float32(work.G, NS, H, 2, BT, NK * BK) if NK > 1 else None
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None
@@ -343,8 +360,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     launch(gdn_pair_gradients, grid_stride(packing.NT * H, pairs, q.device), q, k, do, E, dv, *rows, xw, pv, *where, scale,
            record=pairs, **common, V=V)
-    tasks = packing.NT * H * NK * (1 + states.tiles["SPLIT"])
-    launch(gdn_state_gradients, grid_stride(tasks, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dq, dk,
+    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dq, dk,
            dqk, pk, psr, *where, scale, record=states, **common, V=V, L2=prologue.constexprs["L2"])
     launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
            *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK,

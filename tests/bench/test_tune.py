@@ -52,7 +52,7 @@ def test_what_a_record_changes_in_other_launches_counts(tuning, monkeypatch):
             return 10.0 if launch.record.tiles["BK"] == 16 else 6.0
         return {16: 20.0, 32: 27.0}[launch.constexprs["BK"]] if launch.name == "gdn_finish_gradients" else 1.0
 
-    found = search(tuning("gdn"), "gdn_state_gradients", {"BK": (16, 32), "num_warps": (8,)}, monkeypatch, times)
+    found = search(tuning("gdn"), "gdn_state_gradients", {"BK": (16, 32)}, monkeypatch, times)
     assert [(t.record.tiles["BK"], t.microseconds) for t in found.all] == [(16, 10.0), (32, 13.0)]
 
 
