@@ -199,7 +199,7 @@ class Layout:
         if index is None:
             return 0
         role, shape = self.leaves[index].role, shapes[index]
-        return shape[role.dim] - role.extra if len(shape) > role.dim else -1
+        return max(shape[role.dim] - role.extra, 0) if len(shape) > role.dim else 0
 
 
 def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[torch.Tensor],

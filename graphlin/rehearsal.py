@@ -58,9 +58,9 @@ class TierPrice:
     """What the capture of one tier takes in one slot, in bytes.
 
     `inputs` are the static tensors that calls and gradients of outputs are copied into; `outputs`, `gradients` (of inputs and
-    parameters) and, at the peak, `intermediates` lie in the pool. `static`, with 16 bytes for the slot's mailbox, and `pool` are
-    what the slot grows by, which is less where a larger tier's memory is shared. `graphs` counts the graphs: one, or two with a
-    backward.
+    parameters) and, at the peak, `intermediates` lie in the pool. `static`, with 16 bytes for the slot's mailbox where it is the
+    first to have one, and `pool` are what the slot grows by, which is less where a larger tier's memory is shared. `graphs`
+    counts the graphs: one, or two with a backward.
     """
 
     tier: Tier

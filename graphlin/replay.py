@@ -80,15 +80,22 @@ class Pair:
     def play(self, leaves: Sequence[torch.Tensor], tokens: int, seqs: int,
              batch: tuple[int, int] | None) -> list[torch.Tensor]:
         """One forward: copy in, replay, copy out what the graph has not delivered."""
+        self._refuse_if_closed()
         fresh = self.fresh(tokens, seqs)
         self.copy_in(leaves, fresh)
         self.forward.replay()
+        self._refuse_if_closed()
         outs = [fresh] * len(self.outputs)
         for i in self._taken:
             outs[i] = self.outputs[i].take(self.static_outputs[i], tokens, seqs, batch, self.copy_outputs)
         if batch is not None and fresh is not None:
             outs[self.delivery.index] = self.outputs[self.delivery.index].batched(fresh, batch)
         return outs
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise ReplayError("the captured block was reset or refreshed by another thread during this call, so that there is no "
+                              "result; call it again, and reset or refresh it between calls")
 
     @cached_property
     def _taken(self) -> list[int]:
@@ -101,7 +108,9 @@ class Pair:
             return None
         static, leaf = self.static_outputs[delivery.index], delivery.leaf
         # where all of it is the call's, as of a full pack, in the way that costs the host less than half
-        return torch.empty_like(static) if tokens == delivery.tokens else static.new_empty(leaf.shape(tokens, seqs))
+        if tokens == delivery.tokens:
+            return torch.empty_like(static, memory_format=torch.contiguous_format)
+        return static.new_empty(leaf.shape(tokens, seqs))
 
     def version(self) -> int:
         """Grows whenever something that the backward reads is written in place."""

@@ -60,7 +60,7 @@ class WholeCopy:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that capturing one mode in one tier and slot added: to the slot's pool, and as static inputs and gradients.
+    """Bytes that capturing one mode in one tier and slot added: to the slot's pool, and as static inputs, gradients and mailbox.
 
     `slot` counts from 0; `trains` is whether a backward was captured too.
     """

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from graphlin.capture import capture
+from graphlin.errors import ReplayError
 from graphlin.tier import Tier
 from graphlin.verify import count_launches, verify
 from tests.blocks import Mixer, StateMixer, assert_equal, captured, pack
@@ -27,6 +28,11 @@ def only_pair(graphed):
     return pair
 
 
+def delivers(graphed, index):
+    """Whether the graphs of all modes, tiers and slots write output `index`, and no other, to the call's memory."""
+    return {pair.delivery.index for mode in graphed._modes.values() for pairs in mode.pairs.values() for pair in pairs} == {index}
+
+
 @pytest.mark.raw_memory                                        # what fills it would be counted
 @pytest.mark.parametrize("width, options, launches", [(8, {}, 2), (6, {}, 3), (6, {"copy_outputs": False}, 2)],
                          ids=["delivered", "copied", "viewed"])
@@ -45,16 +51,12 @@ def test_outputs_that_are_kept_stay_as_they_were(device):
     graphed = capture(Several().to(device), [TIER, Tier(12, 4)], slots=2)
     calls = [pack(lengths, device) for lengths in PACKS * 3]
     kept = [graphed(x, cu) for x, cu in calls]
-    assert only_pair_delivers(graphed, 1)
+    assert delivers(graphed, 1)
     for (sums, integers, floats), (x, cu) in zip(kept, calls, strict=True):
         expected = graphed.block(x, cu)
         assert torch.allclose(sums, expected[0], atol=1e-5)
         assert torch.equal(integers, expected[1]) and torch.equal(floats["floats"], expected[2]["floats"])
     captured(graphed, len(calls))
-
-
-def only_pair_delivers(graphed, index):
-    return {pair.delivery.index for mode in graphed._modes.values() for pairs in mode.pairs.values() for pair in pairs} == {index}
 
 
 def test_outputs_beside_states_and_of_dense_batches_are_delivered_too(device):
@@ -66,13 +68,32 @@ def test_outputs_beside_states_and_of_dense_batches_are_delivered_too(device):
         z, others = graphed.block(x, cu, state, output_final_state=True)
         assert_equal([y, states["sum"], *states["parts"]], [z, others["sum"], *others["parts"]])
         del y, states
-    assert only_pair_delivers(graphed, 0)
+    assert delivers(graphed, 0)
+    captured(graphed, len(PACKS))
     dense = capture(Mixer().to(device), TIER)
     x = torch.randn(3, 5, 8, device=device)
     y = dense(x)
-    assert y.shape == x.shape and only_pair_delivers(dense, 0)
+    assert y.shape == x.shape and delivers(dense, 0)
     assert_equal([y], [dense.block(x)])
     captured(dense, 1)
+
+
+def test_two_forwards_wait_for_their_backwards(device):
+    """Each slot has a mailbox of its own, which its modes, with gradients and without, use in turn."""
+    graphed = capture(Mixer().to(device), TIER, slots=2)
+    calls = [pack(lengths, device, requires_grad=True) for lengths in PACKS[:2]]
+    outputs = [graphed(x, cu) for x, cu in calls]
+    weights = [torch.randn_like(y) for y in outputs]
+    for (x, cu), y, weight in [*zip(calls, outputs, weights, strict=True)][::-1]:
+        z = graphed.block(x, cu)
+        assert_equal([y, *torch.autograd.grad(y, [x, *graphed.parameters()], weight)],
+                     [z, *torch.autograd.grad(z, [x, *graphed.parameters()], weight)])
+    for lengths, grad in zip(PACKS, [False, True, False, True, False], strict=True):
+        x, cu = pack(lengths, device)
+        with torch.set_grad_enabled(grad):
+            assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+    assert delivers(graphed, 0)
+    captured(graphed, 7, backwards=2)
 
 
 @torch.no_grad()
@@ -104,3 +125,62 @@ def test_verify_notices_what_was_not_delivered(device):
     pair.forward = Undelivered(pair.forward, slot.mailbox)
     report = verify(graphed, x, cu)
     assert report.mismatches == ["output 0: what the call is given is not what the graph computed (24 x 4, slot 0)"]
+
+
+@torch.no_grad()
+def test_an_output_that_is_the_input_has_eager_strides_in_a_smaller_tier(device):
+    class Same(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return x
+
+    graphed = capture(Same().to(device), [TIER, Tier(8, 4)])
+    x, cu = pack((5, 3), device)
+    y = graphed(x, cu)
+    assert torch.equal(y, x) and y.stride() == x.stride() and delivers(graphed, 0)
+    captured(graphed, 1)
+
+
+@torch.no_grad()
+def test_one_element_of_any_stride(device):
+    if device.type == "npu":
+        return                                                   # has no numbers of 16 bytes
+
+    class One(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return x[..., 0]
+
+    graphed = capture(One().to(device), Tier(1, 1))
+    x, cu = torch.randn(1, 1, 8, dtype=torch.complex128, device=device), torch.tensor([0, 1], dtype=torch.int32, device=device)
+    assert_equal([graphed(x, cu)], [x[..., 0]])
+    assert delivers(graphed, 0)
+    captured(graphed, 1)
+
+
+@torch.no_grad()
+def test_a_reset_by_another_thread_during_a_call_is_an_error(device, monkeypatch):
+    """It used to give memory that nobody had written."""
+    graphed = capture(Mixer().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    pair = only_pair(graphed)
+    copy_in = pair.copy_in
+
+    def interrupted(*args):
+        copy_in(*args)
+        graphed.reset()
+
+    monkeypatch.setattr(pair, "copy_in", interrupted)
+    monkeypatch.setattr(pair.forward, "replay", lambda: None)
+    with pytest.raises(ReplayError, match="reset or refreshed by another thread during this call.*call it again"):
+        graphed(x, cu)
+    assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
+
+
+@torch.no_grad()
+def test_cu_seqlens_without_an_entry_are_the_blocks_own_to_refuse(device):
+    graphed = capture(Mixer().to(device), TIER)
+    x, cu = pack((5, 3), device)
+    graphed(x, cu)
+    with pytest.raises(IndexError):
+        graphed(x, cu[:0])
+    captured(graphed, 1, StructureMismatch=1)

@@ -63,12 +63,14 @@ def is_deliverable(x: torch.Tensor, dim: int) -> bool:
     """Whether `deliver` can copy the first rows of x along `dim`: they lie together, and in vectors of 16 bytes."""
     if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg() or x.is_conj() or prod(x.shape[:dim]) != 1:
         return False
-    return x.storage_offset() * x.itemsize % 16 == 0 and prod(x.shape[dim + 1:]) * x.itemsize % 16 == 0
+    memory = x.untyped_storage()
+    base = 0 if memory.device.type == "meta" else memory.data_ptr()
+    return (base + x.storage_offset() * x.itemsize) % 16 == 0 and prod(x.shape[dim + 1:]) * x.itemsize % 16 == 0
 
 
 def deliver(x: torch.Tensor, dim: int, mailbox: torch.Tensor) -> None:
     """Copies as many rows of x, and to where, as the last `RowCopy` with this mailbox `[1, 2]` (int64) has left in it."""
-    bytes_of_x = x.reshape(-1).view(torch.uint8)
+    bytes_of_x = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
     record = record_for("deliver_rows", x.device)
     tasks = -(-x.nbytes // record.tiles["BLOCK"])
     launch(deliver_rows, grid_stride(tasks, record, x.device), bytes_of_x, mailbox, prod(x.shape[dim + 1:]) * x.itemsize // 16,

@@ -138,7 +138,8 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     safe, lift = anchoring(prologue, q.dtype, intra)
     launch(kda_inter_gradients, grid_stride(packing.NT * HV, inter, q.device), do, E, dv, St, Rt, fw, ts, sr, *where,
            record=inter, **common, V=V)
-    launch(kda_intra_gradients, programs_of(packing.NT * HV * NK, intra, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
+    programs = max(1, programs_of(packing.NT * HV * NK, intra, q.device))     # without a chunk it zeroes the rows of dg
+    launch(kda_intra_gradients, programs, q, k, g, prologue.A_log, prologue.dt_bias,
            work.G, work.c, work.b, work.rq, work.rk, fw, ts, sr, dg, dqk, pb, pa, *where, scale, prologue.lowest, lift,
            record=intra, **common, H=H, GATE=switches["GATE"], BIAS=switches["BIAS"], SAFE=safe)
     launch(kda_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, prologue.A_log, work.b, work.rq, work.rk,

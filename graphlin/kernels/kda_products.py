@@ -6,8 +6,8 @@ products with zeros and ones, which need no scan from thread to thread. The pair
 
 What bounds the kernel is registers: a program's accumulators take half of them, and what spills is waited for. The second half
 lies with its two blocks swapped: the products between its blocks then fall into columns that the first half leaves zero, and one
-accumulator serves both. Of the first half nothing but its whole decay waits for the second; addresses are a scalar and offsets
-that stay the same.
+accumulator serves both. Of the first half nothing but its keys, decayed to its end, and its whole decay wait for the second;
+addresses are a scalar and offsets that stay the same.
 """
 
 import triton

@@ -1,7 +1,8 @@
 """Kimi Delta Attention with a bounded gate: the gradients inside a chunk of 64 rows, its four blocks of 16 rows written out.
 
-Each block's decayed rows are made once and stay in registers, where kda_intra makes them again for each pair of blocks, and each
-block's loads are on their way while the block before is worked on.
+A block's decayed rows are made once for all other blocks and stay in registers, where kda_intra makes them again for each pair of
+blocks, and each block's loads are on their way while the block before is worked on. Tuples of tiles need a Triton newer than
+triton-ascend's 3.2, whose records keep to kda_intra.
 With e_J = 2^(T_J), what a row i of block I reads of the blocks before it is the last of
     U_0 = F_I0 y_0,   U_J = e_J ∘ U_(J-1) + F_IJ y_J,
 with y_J decayed to its block's end; what a writer gets from the blocks behind it comes the same way from the last one on.
@@ -16,9 +17,9 @@ from graphlin.kernels.kda_block import block_gradients, log_decay_gradient
 
 
 @triton.jit
-def _load(x, p, o_b, o_k, STRIDE: tl.constexpr, K: tl.constexpr):
+def _load(x, p, o_b, o_k, K: tl.constexpr):
     """Rows of a tile of channels, `[16, BK]`, as they are."""
-    return tl.load(x + p + (o_b[:, None] * STRIDE + o_k[None, :]), mask=(o_k < K)[None, :], other=0.)
+    return tl.load(x + p + (o_b[:, None] * K + o_k[None, :]), mask=(o_k < K)[None, :], other=0.)
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def _block_loads(q, k, g, c, b, rq, rk, ts, p_q, p_r, p_g, p, o_b, o_k, first_ro
     p_x = p_q + AT * (16 * H * K)
     p_t = p * (3 * BT * K) + AT * (16 * K)
     return (_load_rows(q, p_x, m_t, o_b, o_k, H * K, K, BK), _load_rows(k, p_x, m_t, o_b, o_k, H * K, K, BK),
-            _load(c, p * (BT * K) + AT * (16 * K), o_b, o_k, K, K), _load(ts, p_t, o_b, o_k, K, K),
-            _load(ts, p_t + BT * K, o_b, o_k, K, K), _load(ts, p_t + 2 * BT * K, o_b, o_k, K, K),
+            _load(c, p * (BT * K) + AT * (16 * K), o_b, o_k, K), _load(ts, p_t, o_b, o_k, K),
+            _load(ts, p_t + BT * K, o_b, o_k, K), _load(ts, p_t + 2 * BT * K, o_b, o_k, K),
             _load_rows(g, p_g + AT * (16 * HV * K), m_t, o_b, o_k, HV * K, K, BK), tl.load(rq + p_r + AT * 16 + o_b),
             tl.load(rk + p_r + AT * 16 + o_b), tl.load(b + p * BT + AT * 16 + o_b))
 
@@ -92,7 +93,7 @@ def _writer_loads(k, c, b, rk, ts, p_q, p_r, p, o_b, o_k, first_row, n, J: tl.co
                   BT: tl.constexpr, BK: tl.constexpr):
     m_t = first_row + J * 16 + o_b < n
     return (_load_rows(k, p_q + J * (16 * H * K), m_t, o_b, o_k, H * K, K, BK),
-            _load(c, p * (BT * K) + J * (16 * K), o_b, o_k, K, K), _load(ts, p * (3 * BT * K) + J * (16 * K), o_b, o_k, K, K),
+            _load(c, p * (BT * K) + J * (16 * K), o_b, o_k, K), _load(ts, p * (3 * BT * K) + J * (16 * K), o_b, o_k, K),
             tl.load(rk + p_r + J * 16 + o_b), tl.load(b + p * BT + J * 16 + o_b))
 
 

@@ -102,6 +102,7 @@ def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_
     rows and columns of y and of its inverse come first, so that what x leaves zero in that merge is y's. BI is at most 16.
     """
     tl.static_assert(BI <= 16)
+    tl.static_assert(BI >= 16 or not DOT_BLOCKS)
     d_x = _diagonal_blocks(b_x, 32, BI, PREC, DOT_BLOCKS)
     d_y = _diagonal_blocks(b_y, 32, BI, PREC, DOT_BLOCKS)
     m_x = _identities(32, BI)

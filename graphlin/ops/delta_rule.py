@@ -103,7 +103,7 @@ class DeltaRule(torch.autograd.Function):
                                                             call.scale)
         dA_log = ddt_bias = None
         if partials is not None and (ctx.needs_input_grad[5] or ctx.needs_input_grad[6]):
-            sums = reduce_partials(partials.view(partials.shape[0], -1), call.packing)
+            sums = reduce_partials(partials.flatten(1), call.packing)
             dA_log, ddt_bias = sums.split([v.shape[2], sums.shape[0] - v.shape[2]])
             dA_log = None if A_log is None else dA_log.to(A_log.dtype)
             ddt_bias = None if dt_bias is None else ddt_bias.to(dt_bias.dtype)

@@ -42,13 +42,16 @@ def test_inverse_of_a_unit_lower_triangle(device, BT, BI, dot_blocks):
     assert (y.cpu() - expected).norm() <= 2e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["float32", "bf16x3"])
 @pytest.mark.parametrize("BI", [4, 8, 16])
-def test_two_inverses_at_once(device, BI):
+def test_two_inverses_at_once(device, BI, split):
+    if split and device.type != "cuda":
+        return                                                   # no other device's record splits; the interpreter can't
     x = (torch.randn(2, 32, 32, device=device) / 2).tril(-1)
     y = torch.empty_like(x)
-    precision = "tf32x3" if device.type == "cuda" else "ieee"
+    precision = "bf16x3" if split else "tf32x3" if device.type == "cuda" else "ieee"
     launch(invert_two, 1, x, y, record=LaunchRecord(dict(BI=BI, PREC=precision), num_warps=2))
     expected = torch.linalg.inv(torch.eye(32, dtype=torch.float64) + x.cpu().double())
     for one, other in zip(y.cpu(), expected, strict=True):
-        assert (one - other).norm() <= 2e-5 * other.norm()
+        assert (one - other).norm() <= (2e-4 if split else 2e-5) * other.norm()
         assert one.diagonal().eq(1).all() and one.triu(1).eq(0).all()

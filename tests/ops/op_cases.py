@@ -136,6 +136,13 @@ RAW_GATE = OpCase("gdn_raw_gate", chunk_gated_delta_rule,
                   output=(1, 16), state=(1, 16, 16), parameters={"A_log": (1,)},
                   options={"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "chunk_size": 16, "scale": 0.1})
 
+# Chunks of 64 of a bounded gate have kernels of their own.
+BOUNDED_64 = OpCase("kda_bounded_64", chunk_kda,
+                    tokens={"q": (1, 16), "k": (1, 16), "v": (1, 16), "beta": (1,), "g": (1, 16)},
+                    output=(1, 16), state=(1, 16, 16), parameters={"A_log": (1,), "dt_bias": (16,)},
+                    options={"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True,
+                             "use_beta_sigmoid_in_kernel": True, "chunk_size": 64})
+
 each_op = pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
 
 # Between them they launch every kernel, those that add up gradients of parameters too.

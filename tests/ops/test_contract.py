@@ -5,14 +5,18 @@ import torch
 
 from graphlin.ops.chunks import prepare_chunk_indices
 from tests.inputs import cu_of
-from tests.ops.op_cases import OP_CASES, arrange, assert_bitwise, each_full_op, each_op, sequence_results
+from tests.ops.op_cases import BOUNDED_64, OP_CASES, arrange, assert_bitwise, each_full_op, sequence_results
 
 LENGTHS = (3, 0, 16, 20)
 TOKENS, SEQS = sum(LENGTHS), len(LENGTHS)
 SLACK = 5
 
+CASES = [*OP_CASES, BOUNDED_64]
 
-@pytest.fixture(scope="module", params=OP_CASES, ids=lambda case: case.name)
+each_op = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def packed(request, device):
     """An op, arguments with slack, cu_seqlens and the results; memory was not poisoned for these."""
     case = request.param
@@ -33,8 +37,8 @@ def test_the_switch_changes_no_bit(packed, graph_capture):
 
 def test_a_given_chunk_table_changes_no_bit(packed):
     case, drawn, cu, expected = packed
-    table = prepare_chunk_indices(cu, TOKENS + SLACK, 16)
-    longer = prepare_chunk_indices(cu, TOKENS + 200, 16)
+    table = prepare_chunk_indices(cu, TOKENS + SLACK, case.options["chunk_size"])
+    longer = prepare_chunk_indices(cu, TOKENS + 200, case.options["chunk_size"])
     exact = table[table[:, 0] >= 0]
     assert_bitwise(case.run(drawn, cu, chunk_indices=longer), expected, "with a longer table")
     assert_bitwise(case.run(drawn, cu, chunk_indices=exact, graph_capture=False), expected, "with an exact table")
@@ -135,7 +139,7 @@ def test_slack_full_of_nan_changes_nothing_and_inactive_rows_are_exactly_zero(ca
 
 @each_op
 def test_an_empty_sequence_passes_its_state_and_its_gradient_on(case, device):
-    """`cu=[0,0,64,64,129,129]`, in chunks of 16."""
+    """`cu=[0,0,64,64,129,129]`, scaled to chunks of 16."""
     lengths = (0, 16, 0, 17, 0)
     drawn = case.draw(sum(lengths), len(lengths), device)
     results = case.run(drawn, cu_of(lengths, device))
@@ -145,11 +149,12 @@ def test_an_empty_sequence_passes_its_state_and_its_gradient_on(case, device):
 
 
 @each_op
+@pytest.mark.parametrize("graph_capture", [None, False])
 @pytest.mark.parametrize("tokens", [7, 0])
-def test_no_active_token_at_all(case, device, tokens):
-    """Tokens `[1, 0, ...]` with `cu=[0,0]`: empty results, and no launch with an empty grid."""
+def test_no_active_token_at_all(case, device, tokens, graph_capture):
+    """Tokens `[1, 0, ...]` with `cu=[0,0]`: empty results, and no launch with an empty grid; rows without a chunk are zeroed."""
     drawn = case.draw(tokens, 2, device)
-    results = case.run(drawn, cu_of((0, 0), device))
+    results = case.run(drawn, cu_of((0, 0), device), graph_capture=graph_capture)
     assert results["o"].shape == (1, tokens, *case.output)
     assert torch.equal(results["ht"], drawn["initial_state"]) and torch.equal(results["dh0"], drawn["dht"])
     for name, x in results.items():

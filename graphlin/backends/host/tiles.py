@@ -25,7 +25,7 @@ _TILES = {
                                   FAST=False, PERSISTENT=False),
     "kda_inter_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
     "kda_intra_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), REV_SCAN=True, PAIRWISE=False, UNROLLED=True,
-                                              FAST=False, PERSISTENT=True),
+                                              FAST=False, PERSISTENT=False),
     "kda_finish_gradients": lambda K, V: dict(BD=block_size(K, 128)),
     "sum_chunks": lambda K, V: dict(BR=32, BX=block_size(V, 512)),
 }
