@@ -25,12 +25,10 @@ class Copy(Protocol):
 
 @dataclass(frozen=True)
 class Delivery:
-    """The output that a forward graph writes into memory of the call's own: which of them it is, its shape, and the rows at
-    most."""
+    """The output that a forward graph writes into memory of the call's own: which of them it is, and its shape."""
 
     index: int
     leaf: Leaf
-    tokens: int
 
 
 @dataclass
@@ -107,9 +105,6 @@ class Pair:
         if (delivery := self.delivery) is None:
             return None
         static, leaf = self.static_outputs[delivery.index], delivery.leaf
-        # where all of it is the call's, as of a full pack, in the way that costs the host less than half
-        if tokens == delivery.tokens:
-            return torch.empty_like(static, memory_format=torch.contiguous_format)
         return static.new_empty(leaf.shape(tokens, seqs))
 
     def version(self) -> int:
