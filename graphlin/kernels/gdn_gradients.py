@@ -25,7 +25,7 @@ from graphlin.kernels.gates import (
     rate_gradient,
     strength_gradient,
 )
-from graphlin.kernels.gdn_states import PARTIAL_SUMS, gdn_state_gradients
+from graphlin.kernels.gdn_states import gdn_state_gradients
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -107,8 +107,8 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 @triton.jit
 def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
-                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr,
-                 BIAS: tl.constexpr, BETA: tl.constexpr, REV_SCAN: tl.constexpr):
+                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, REV_SCAN: tl.constexpr):
     """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
 
     The exclusive sum adds the rows one place up: inclusive minus own would leave the rounding of a large last row in a small dg.
@@ -131,7 +131,7 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
         b_a += tl.load(p_k + BT + o_c)
         if SPLIT:
             b_a += tl.load(p_k + 2 * BT + o_c)
-            b_sr += tl.sum(tl.load(psr + p_t * PARTIAL_SUMS + tl.arange(0, PARTIAL_SUMS)), 0)
+            b_sr += tl.sum(tl.load(psr + p_t * BK + tl.arange(0, BK)), 0)
         else:
             b_sr += tl.load(psr + p_t)
         b_bw += tl.load(p_k + o_c - 1, mask=o_c >= 1, other=0.)
@@ -176,7 +176,7 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
-                             i_hv, m_t, NS, HV, NK, BT, SPLIT, GATE, BIAS, BETA, REV_SCAN)
+                             i_hv, m_t, NS, HV, NK, BT, BK, SPLIT, GATE, BIAS, BETA, REV_SCAN)
             if NK > 1:
                 p_t = (row * H + i_h) * K
                 p_r = (slot * H + i_h) * BT
@@ -207,7 +207,7 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     NK = -(-K // BK)
     xw = q.new_empty(NS, H, 2, BT, BT)
     pv, pk = _float32(work.G, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, 3 if split else 2, BT)
-    psr = _float32(work.G, NK, NS, HV, PARTIAL_SUMS.value if split else 1)
+    psr = _float32(work.G, NK, NS, HV, BK if split else 1)
     dqk = _float32(work.G, NS, H, 2, BT, NK * BK) if NK > 1 else None
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None

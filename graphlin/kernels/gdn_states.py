@@ -13,8 +13,6 @@ import triton.language as tl
 from graphlin.kernels.common import chunk, chunk_count, chunk_slot, row_mask, sequence
 from graphlin.kernels.gates import norm_gradient
 
-PARTIAL_SUMS = tl.constexpr(8)      # a split task stores ⟨S, R⟩ as so many sums
-
 
 @triton.jit
 def _tile(i_n, i_t, i_k, cu, T, NS, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr):
@@ -119,10 +117,10 @@ def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
 
 
 @triton.jit
-def _fold(b_x):
-    """PARTIAL_SUMS sums of a tile that add up to its own: of what threads of a warp hold, so that none waits for another."""
-    b_x = tl.reshape(b_x, [b_x.shape[0] // PARTIAL_SUMS, PARTIAL_SUMS, b_x.shape[1] // 8, 8])
-    return tl.sum(tl.sum(tl.sum(b_x, 3), 0), 1)
+def _thread_sums(b_x):
+    """Sums of a tile that add up to its own, [8, columns / 8]: of what each of 128 threads holds, so that none waits."""
+    b_x = tl.reshape(b_x, [b_x.shape[0] // 8, 8, b_x.shape[1] // 8, 8])
+    return tl.sum(tl.sum(b_x, 3), 0)
 
 
 @triton.jit
@@ -135,15 +133,14 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
     NV: tl.constexpr = (V + BV - 1) // BV
     slot, row, o_k, m_t, m_tk = _tile(i_n, i_t, i_k, cu, T, NS, K, BT, BK, VARLEN)
     o_c = tl.arange(0, BT)
-    p_r = (slot * H + i_h) * BT + o_c
     p_k = (row * H + i_h) * K
     o_tk = o_c[:, None] * (H * K) + o_k[None, :]
     p_c = xw + (slot * H + i_h) * (2 * BT * BT)
     o_cc = o_c[:, None] * BT + o_c[None, :]
     b_k = tl.load(k + p_k + o_tk, mask=m_tk, other=0.)                                                   # [BT, BK]
     b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
-    b_rk = tl.load(rk + p_r)
-    b_rq = tl.load(rq + p_r)
+    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
+    b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
     b_xs = tl.load(p_c + o_cc)                                                                           # [BT, BT]
     b_kn = (b_k.to(tl.float32) * b_rk[:, None]).to(b_k.dtype)
     if KEYS:
@@ -153,7 +150,7 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
     else:
         b_dx = tl.dot(b_xs, b_kn, input_precision=PREC)
     b_w, b_a = tl.zeros([BT], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32)
-    b_sr = tl.zeros([PARTIAL_SUMS], dtype=tl.float32)
+    b_sr = tl.zeros([8, BK // 8], dtype=tl.float32)
     for i in range(0, R * NV):
         i_v, i_hv, p, p_v, o_x, m_tv, o_s, m_s = _value_tile(i, i_h, slot, row, o_k, m_t, HV, R, K, V, BT, BK, BV)
         p_t = (i_k * NS + slot) * HV + i_hv
@@ -165,7 +162,7 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
             b_et = tl.exp2(tl.load(G + p * BT + BT - 1) - b_G)
             b_b = tl.load(b + p * BT + o_c)
             b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
-            b_sr = tl.where(i_v > 0, b_sr, 0.0) + _fold(b_s.to(tl.float32) * b_r.to(tl.float32))
+            b_sr = tl.where(i_v > 0, b_sr, 0.0) + _thread_sums(b_s.to(tl.float32) * b_r.to(tl.float32))
             b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC)         # [BT, BK]
             b_dx += b_x * (b_et * b_b)[:, None]
             b_w = tl.where(i_v > 0, b_w, 0.0) + _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_et)
@@ -174,7 +171,8 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
             b_a -= _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_eg)
             tl.store(pk + p_t * (3 * BT) + o_c, b_w)
             tl.store(pk + p_t * (3 * BT) + BT + o_c, b_a)
-            tl.store(psr + p_t * PARTIAL_SUMS + tl.arange(0, PARTIAL_SUMS), b_sr)
+            p_sr = psr + p_t * BK + tl.arange(0, 8)[:, None] * (BK // 8) + tl.arange(0, BK // 8)[None, :]
+            tl.store(p_sr, b_sr)
         else:
             b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
             b_dx += b_x * (b_eg * scale)[:, None]
@@ -182,9 +180,9 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
             tl.store(pk + p_t * (3 * BT) + 2 * BT + o_c, b_a)
     p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
     if KEYS:
-        _store_gradient(dk, dqk, b_dx, b_k, b_rk, p_k + o_tk, p_w, m_tk, BT * NK * BK, NK, L2)
+        _store_gradient(dk + p_k, dqk, b_dx, b_k, b_rk, o_tk, p_w, m_tk, BT * NK * BK, NK, L2)
     else:
-        _store_gradient(dq, dqk, b_dx, b_q, b_rq, p_k + o_tk, p_w, m_tk, 0, NK, L2)
+        _store_gradient(dq + p_k, dqk, b_dx, b_q, b_rq, o_tk, p_w, m_tk, 0, NK, L2)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
