@@ -48,6 +48,11 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=64, PERSISTENT=False), num_stages=3)
 
 
+def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    record = _long_recurrence(arch, K, V, R, dtype)
+    return replace(record, tiles=dict(record.tiles, INTERLEAVED=True))
+
+
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32 or arch != "sm_90":
         columns = 16 if arch == "sm_80" else 32
@@ -120,7 +125,7 @@ _RECORDS = {
     "conv_backward": _conv_backward,
     "gdn_prep": _prep,
     "delta_recurrence": _long_recurrence,
-    "delta_two_recurrences": _long_recurrence,
+    "delta_two_recurrences": _two_recurrences,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
