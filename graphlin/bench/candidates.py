@@ -13,6 +13,8 @@ FIELDS = ("num_warps", "num_stages", "waves")
 _USUAL = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3), "waves": (2, 4, 8)}
 _RECURRENCE = {"BV": (16, 32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}
 _PRODUCTS = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3), "waves": (2, 4)}
+# Their BK is the columns of products. Triton 3.6 gets those of fewer than 64 by four warps wrong on Hopper, without a word.
+_COLUMNS = {**_PRODUCTS, "BK": (64, 128)}
 _FINISH = {"num_warps": (2, 4, 8), "waves": (4, 8, 16)}
 
 # The recurrences hold a whole row of the state, so BK is not theirs to choose; precisions are a matter of accuracy.
@@ -22,10 +24,10 @@ SEARCH: dict[str, Search] = {
     "delta_recurrence": _RECURRENCE,
     "delta_two_recurrences": _RECURRENCE,
     "gdn_pair_gradients": _PRODUCTS,
-    "gdn_state_gradients": _PRODUCTS,
+    "gdn_state_gradients": _COLUMNS,
     "gdn_finish_gradients": _FINISH,
     "kda_prep": {"BK": (16, 32, 64, 128), "BI": (8, 16), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
-    "kda_inter_gradients": _PRODUCTS,
+    "kda_inter_gradients": _COLUMNS,
     "kda_intra_gradients": {"BK": (16, 32, 64), "num_warps": (2, 4), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
     "kda_finish_gradients": _FINISH,
     "conv_forward": {"BR": (4, 8, 16, 32), "BD": (64, 128, 256, 512), "num_warps": (2, 4, 8), "waves": (8, 16, 32)},

@@ -3,8 +3,8 @@
 pairs (C x C tiles): with F = dO Eᵀ, H = dV Eᵀ, D = stril(Γ∘(s q kᵀ∘F − k kᵀ∘H)),
     X = (s stril(Γ∘F) + diag(s F))B and W = stril(Γ∘H)B, summed over the value heads of a key head, and the pairs' share of
     dg and dβ.
-states (C x K tiles): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ; the l2 norm's own
-    gradients, where a tile has all of K.
+states (C x K tiles, gdn_states): dq, dk through S and R plus the pairs' products, and the states' share of dg, dβ; the l2
+    norm's own gradients, where a tile has all of K.
 finish: the gate's and the sigmoid's own gradients, and the l2 norm's where K is in several tiles.
 dg takes pair terms from C x C tiles: a pair outside j < t <= i then cancels exactly, which row dots of rounded products do not.
 """
@@ -21,11 +21,11 @@ from graphlin.kernels.gates import (
     decay_rate,
     gate_gradients,
     load_head_gates,
-    norm_gradient,
     norm_gradients,
     rate_gradient,
     strength_gradient,
 )
+from graphlin.kernels.gdn_states import gdn_state_gradients
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -106,160 +106,9 @@ def gdn_pair_gradients(q, k, do, E, dv, G, b, rq, rk, xw, pv, cu, chunks, N, T, 
 
 
 @triton.jit
-def _row_sums(b_x, b_r, GROUPS: tl.constexpr):
-    """Row sums times r, [rows], or those of GROUPS > 1 groups of columns apart, [rows, GROUPS]."""
-    if GROUPS > 1:
-        b_y = tl.sum(tl.reshape(b_x, [b_x.shape[0], GROUPS, b_x.shape[1] // GROUPS]), 2) * b_r[:, None]
-    else:
-        b_y = tl.sum(b_x, 1) * b_r
-    return b_y
-
-
-@triton.jit
-def _columns(ROWS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr):
-    """Zeros for row sums of each head, [ROWS, HEADS], or of groups of columns, [ROWS, GROUPS, HEADS]."""
-    if GROUPS > 1:
-        b_x = tl.zeros([ROWS, GROUPS, HEADS], dtype=tl.float32)
-    else:
-        b_x = tl.zeros([ROWS, HEADS], dtype=tl.float32)
-    return b_x
-
-
-@triton.jit
-def _in_column(b_x, m_r):
-    """Row sums in the column of their head, 0 in the others."""
-    if len(b_x.shape) == 2:
-        b_y = tl.where(m_r[None, :, :], b_x[:, :, None], 0.0)
-    else:
-        b_y = tl.where(m_r, b_x[:, None], 0.0)
-    return b_y
-
-
-@triton.jit
-def _join_groups(b_x):
-    """[ROWS, HEADS]"""
-    if len(b_x.shape) == 3:
-        b_x = tl.sum(b_x, 1)
-    return b_x
-
-
-@triton.jit
-def _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS, scale,
-                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                 BV: tl.constexpr, GROUPS: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr, PREC: tl.constexpr):
-    """One loop over value heads and V tiles, so that the loads of the next are on their way while one's products run.
-
-    GROUPS 0: each round stores its row sums. Else the loop keeps those of GROUPS groups of columns, as many as there are warps
-    beside each other in a product, a column for each head: warps then meet once, after the loop.
-    """
-    R: tl.constexpr = HV // H
-    NK: tl.constexpr = (K + BK - 1) // BK
-    NV: tl.constexpr = (V + BV - 1) // BV
-    RP: tl.constexpr = triton.next_power_of_2(R)
-    bos, n = sequence(cu, i_n, T, VARLEN)
-    slot = chunk_slot(bos, i_n, i_t, BT, NS)
-    row = bos + i_t * BT
-    o_c = tl.arange(0, BT)
-    o_k = i_k * BK + tl.arange(0, BK)
-    m_t = i_t * BT + o_c < n
-    m_tk = row_mask(m_t, o_k, K, BK)
-    p_k = (row * H + i_h) * K + o_c[:, None] * (H * K) + o_k[None, :]
-    b_k = tl.load(k + p_k, mask=m_tk, other=0.)                                                          # [BT, BK]
-    b_q = tl.load(q + p_k, mask=m_tk, other=0.)
-    b_rq = tl.load(rq + (slot * H + i_h) * BT + o_c)
-    b_rk = tl.load(rk + (slot * H + i_h) * BT + o_c)
-    b_kn = (b_k.to(tl.float32) * b_rk[:, None]).to(b_k.dtype)
-    b_qn = (b_q.to(tl.float32) * b_rq[:, None]).to(b_q.dtype)
-    p_c = (slot * H + i_h) * (2 * BT * BT) + o_c[:, None] * BT + o_c[None, :]
-    b_xs = tl.load(xw + p_c)                                                                             # [BT, BT]
-    b_ws = tl.load(xw + p_c + BT * BT)
-    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_w, b_a, b_sr = tl.zeros([BT], dtype=tl.float32), tl.zeros([BT], dtype=tl.float32), 0.0
-    if GROUPS > 0:
-        o_r = tl.arange(0, RP)
-        b_w, b_a, b_sr = _columns(BT, GROUPS, RP), _columns(BT, GROUPS, RP), _columns(BV, 1, RP)
-    for i in range(0, R * NV):
-        i_v = i % NV
-        i_hv = i_h * R + i // NV
-        p = slot * HV + i_hv
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_tv = row_mask(m_t, o_v, V, BV)
-        m_s = row_mask(o_v < V, o_k, K, BK)
-        p_v = (row * HV + i_hv) * V
-        o_x = o_c[:, None] * (HV * V) + o_v[None, :]
-        o_s = o_v[:, None] * K + o_k[None, :]
-        b_G = tl.load(G + p * BT + o_c)
-        b_gl = tl.load(G + p * BT + BT - 1)
-        b_b = tl.load(b + p * BT + o_c)
-        b_s = tl.load(St + p * (K * V) + o_s, mask=m_s, other=0.)                                        # [BV, BK]
-        b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
-        b_rr = b_s.to(tl.float32) * b_r.to(tl.float32)
-        if GROUPS > 0:
-            m_r = (o_r == i // NV)[None, :]
-            b_sr += _in_column(tl.sum(b_rr, 1), m_r)
-        b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC)             # [BT, BK]
-        b_eg = tl.exp2(b_G)
-        b_et = tl.exp2(b_gl - b_G)
-        b_dk += b_x * (b_et * b_b)[:, None]
-        b_w1 = _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_et, GROUPS)
-        b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
-        b_dq += b_x * (b_eg * scale)[:, None]
-        b_a1 = _row_sums(b_q.to(tl.float32) * b_x, b_rq * b_eg * scale, GROUPS)
-        b_x = tl.dot(tl.load(dv + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
-        b_dk -= b_x * b_eg[:, None]
-        b_a1 -= _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_eg, GROUPS)
-        if GROUPS > 0:
-            b_w += _in_column(b_w1, m_r)
-            b_a += _in_column(b_a1, m_r)
-        else:
-            b_w = tl.where(i_v > 0, b_w, 0.0) + b_w1
-            b_a = tl.where(i_v > 0, b_a, 0.0) + b_a1
-            b_sr = tl.where(i_v > 0, b_sr, 0.0) + tl.sum(tl.sum(b_rr, 0), 0)
-            p_t = (i_k * NS + slot) * HV + i_hv
-            tl.store(pk + p_t * (2 * BT) + o_c, b_w)
-            tl.store(pk + p_t * (2 * BT) + BT + o_c, b_a)
-            tl.store(psr + p_t, b_sr)
-    if GROUPS > 0:
-        p_t = (i_k * NS + slot) * HV + i_h * R + o_r
-        p_w = pk + p_t[None, :] * (2 * BT) + o_c[:, None]
-        m_r = o_r < R
-        tl.store(p_w, _join_groups(b_w), mask=m_r[None, :])
-        tl.store(p_w + BT, _join_groups(b_a), mask=m_r[None, :])
-        tl.store(psr + p_t, tl.sum(b_sr, 0), mask=m_r)
-    b_dq = tl.dot(b_xs, b_kn, b_dq, input_precision=PREC)
-    b_dk = tl.dot(tl.trans(b_xs), b_qn, b_dk, input_precision=PREC)
-    b_dk -= tl.dot(b_ws, b_kn, input_precision=PREC)
-    if NK == 1:
-        tl.store(dq + p_k, norm_gradient(b_dq, b_q, b_rq, L2).to(dq.dtype.element_ty), mask=m_tk)
-        tl.store(dk + p_k, norm_gradient(b_dk, b_k, b_rk, L2).to(dk.dtype.element_ty), mask=m_tk)
-    else:
-        p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
-        tl.store(dqk + p_w, b_dq)
-        tl.store(dqk + p_w + BT * NK * BK, b_dk)
-
-
-@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, cu, chunks, N, T, NT, NTS, NS, scale,
-                        H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                        BK: tl.constexpr, BV: tl.constexpr, GROUPS: tl.constexpr, L2: tl.constexpr, VARLEN: tl.constexpr,
-                        GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr):
-    """Tasks (chunk, key head, K tile), grid-stride. Writes dq, dk where a tile covers K, else their parts dqk."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * NK), tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // (H * NK), NTS, VARLEN)
-        live = True
-        if GRAPH_CAPTURE:
-            live = (i_n >= 0) & (i_n < N)
-        if live:
-            _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, (i_task // NK) % H,
-                         i_task % NK, cu, T, NS, scale, H, HV, K, V, BT, BK, BV, GROUPS, L2, VARLEN, PREC)
-
-
-@triton.jit
 def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row, i_hv, m_t, NS,
-                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-                 BETA: tl.constexpr, REV_SCAN: tl.constexpr):
+                 HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, REV_SCAN: tl.constexpr):
     """dg = reverse cumsum(a) + exclusive cumsum(β w) + e^(G_C) ⟨S, R⟩, then the gate's and the sigmoid's own gradients.
 
     The exclusive sum adds the rows one place up: inclusive minus own would leave the rounding of a large last row in a small dg.
@@ -274,12 +123,18 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
     b_w = tl.zeros([BT], dtype=tl.float32)
     b_bw = tl.zeros([BT], dtype=tl.float32)
     b_sr = 0.0
+    SUM_ROWS: tl.constexpr = 3 if SPLIT else 2
     for i in range(0, PARTS):
         p_t = (i * NS + slot) * HV + i_hv
-        b_w += tl.load(pk + p_t * (2 * BT) + o_c)
-        b_a += tl.load(pk + p_t * (2 * BT) + BT + o_c)
-        b_sr += tl.load(psr + p_t)
-        b_bw += tl.load(pk + p_t * (2 * BT) + o_c - 1, mask=o_c >= 1, other=0.)
+        p_k = pk + p_t * (SUM_ROWS * BT)
+        b_w += tl.load(p_k + o_c)
+        b_a += tl.load(p_k + BT + o_c)
+        if SPLIT:
+            b_a += tl.load(p_k + 2 * BT + o_c)
+            b_sr += tl.sum(tl.load(psr + p_t * BK + tl.arange(0, BK)), 0)
+        else:
+            b_sr += tl.load(psr + p_t)
+        b_bw += tl.load(p_k + o_c - 1, mask=o_c >= 1, other=0.)
     b_db += b_w
     b_bw = b_bw * tl.load(b + p * BT + o_c - 1, mask=o_c >= 1, other=0.)
     if REV_SCAN:
@@ -301,9 +156,9 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
 def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, cu, chunks,
                          N, T, NT, NTS, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                         BK: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr,
-                         VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, REV_SCAN: tl.constexpr):
-    """Tasks (chunk, key head), grid-stride; BK is that of gdn_state_gradients, whose tiles it sums."""
+                         BK: tl.constexpr, SPLIT: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+                         BETA: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr, REV_SCAN: tl.constexpr):
+    """Tasks (chunk, key head), grid-stride; BK and SPLIT are those of gdn_state_gradients, whose parts it sums."""
     NK: tl.constexpr = (K + BK - 1) // BK
     R: tl.constexpr = HV // H
     for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
@@ -321,7 +176,7 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
             for i_r in range(0, R):
                 i_hv = i_h * R + i_r
                 _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, slot, row,
-                             i_hv, m_t, NS, HV, NK, BT, GATE, BIAS, BETA, REV_SCAN)
+                             i_hv, m_t, NS, HV, NK, BT, BK, SPLIT, GATE, BIAS, BETA, REV_SCAN)
             if NK > 1:
                 p_t = (row * H + i_h) * K
                 p_r = (slot * H + i_h) * BT
@@ -348,10 +203,11 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     pairs = record_for("gdn_pair_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
     states = record_for("gdn_state_gradients", q.device, K=K, V=V, R=HV // H, BT=BT, dtype=q.dtype)
     finish = record_for("gdn_finish_gradients", q.device, K=K, V=V, BT=BT, dtype=q.dtype)
-    BK = states.tiles["BK"]
+    BK, split = states.tiles["BK"], states.tiles["SPLIT"]
     NK = -(-K // BK)
     xw = q.new_empty(NS, H, 2, BT, BT)
-    pv, pk, psr = _float32(work.G, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, 2, BT), _float32(work.G, NK, NS, HV)
+    pv, pk = _float32(work.G, NS, HV, 3, BT), _float32(work.G, NK, NS, HV, 3 if split else 2, BT)
+    psr = _float32(work.G, NK, NS, HV, BK if split else 1)
     dqk = _float32(work.G, NS, H, 2, BT, NK * BK) if NK > 1 else None
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     dgate = _float32(work.G, packing.NT, 2, HV) if prologue.gate else None
@@ -360,9 +216,10 @@ def run_gradients(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch
     common = dict(H=H, HV=HV, K=K, BT=BT, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     launch(gdn_pair_gradients, grid_stride(packing.NT * H, pairs, q.device), q, k, do, E, dv, *rows, xw, pv, *where, scale,
            record=pairs, **common, V=V)
-    launch(gdn_state_gradients, grid_stride(packing.NT * H * NK, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dq, dk,
-           dqk, pk, psr, *where, scale, record=states, **common, V=V, L2=prologue.constexprs["L2"])
+    tasks = packing.NT * H * NK * (2 if split else 1)
+    launch(gdn_state_gradients, grid_stride(tasks, states, q.device), q, k, do, E, dv, St, Rt, *rows, xw, dq, dk, dqk, pk, psr,
+           *where, scale, record=states, **common, V=V, L2=prologue.constexprs["L2"])
     launch(gdn_finish_gradients, grid_stride(packing.NT * H, finish, q.device), q, k, g, prologue.A_log, prologue.dt_bias,
            *rows, pv, pk, psr, dqk, dq, dk, dg, dbeta, dgate, *where, record=finish, **common, BK=BK,
-           **prologue.constexprs)
+           SPLIT=split, **prologue.constexprs)
     return dq, dk, dg, dbeta, dgate

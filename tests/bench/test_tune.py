@@ -1,9 +1,11 @@
 import json
 
 import pytest
+import torch
 
 from graphlin.__main__ import main
 from graphlin.backends import LaunchRecord
+from graphlin.backends.cuda.tiles import launch_record
 from graphlin.bench import arguments, tune, tune_command
 from graphlin.bench.candidates import candidates
 from graphlin.bench.results import Sample, load
@@ -54,6 +56,15 @@ def test_what_a_record_changes_in_other_launches_counts(tuning, monkeypatch):
 
     found = search(tuning("gdn"), "gdn_state_gradients", {"BK": (16, 32)}, monkeypatch, times)
     assert [(t.record.tiles["BK"], t.microseconds) for t in found.all] == [(16, 10.0), (32, 13.0)]
+
+
+@pytest.mark.parametrize("kernel", ["gdn_state_gradients", "kda_inter_gradients"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_products_that_came_out_wrong_are_not_proposed(kernel, dtype):
+    """Those of fewer than 64 columns by four warps, on Hopper; the present records have none either."""
+    present = launch_record(kernel, arch="sm_90", K=16, V=16, R=1, BT=64, dtype=dtype)
+    narrow = [r for r in candidates(kernel, present, {}) if r.tiles["BK"] < 64 and r.num_warps == 4]
+    assert narrow == [] and len(candidates(kernel, present, {})) > 8
 
 
 def test_a_record_with_wrong_results_is_no_candidate(tuning, monkeypatch):

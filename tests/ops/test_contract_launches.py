@@ -115,11 +115,12 @@ def visits(request, monkeypatch) -> list[tuple[str, int]]:
 def test_work_follows_the_tokens_that_are_there(case, visits):
     """A nearly empty tier of 67 chunks: a kernel visits a chunk for each sequence and each full one, not all 67.
 
-    It may do so once for each value head.
+    It may do so once for each head, or twice where the gradients of q and k are tasks of their own.
     """
     device, tokens, lengths = torch.device("cpu"), 1024, (17, 3, 0, 0)
     case.run(case.draw(tokens, len(lengths), device), cu_of(lengths, device))
     expected = len(lengths) + sum(lengths) // 16
     assert len(visits) >= 2
     heads = case.output[0] if len(case.output) == 2 else 1
-    assert [(name, count) for name, count in visits if count not in (expected, expected * heads)] == []
+    allowed = {expected * tasks for tasks in (1, heads, 2 * heads)}
+    assert [(name, count) for name, count in visits if count not in allowed] == []

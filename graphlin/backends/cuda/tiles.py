@@ -61,15 +61,13 @@ def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecor
 
 
 def _states(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """On Hopper one tile of all of K up to 128, whose rows two of eight warps share. Products of fewer than 64 columns are
-    doubtful there (Triton 3.6), so that a small K or V fills its tiles with zeros."""
+    """On Hopper one tile of all of K up to 128, dk and dq apart, so that a core has room for two programs. Products of fewer
+    than 64 columns are doubtful there (Triton 3.6), so that a small K or V fills its tiles with zeros."""
     if dtype == torch.float32 or arch != "sm_90":
         rows = 32 if dtype == torch.float32 else 64
-        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows), GROUPS=0), num_warps=8,
+        return LaunchRecord(dict(_precision(dtype), BK=block_size(K, 32), BV=block_size(V, rows), SPLIT=False), num_warps=8,
                             num_stages=2)
-    if K > 64:
-        return LaunchRecord(dict(_precision(dtype), BK=128, BV=64, GROUPS=2), num_warps=8, num_stages=3)
-    return LaunchRecord(dict(_precision(dtype), BK=64, BV=64, GROUPS=0), num_warps=8, num_stages=2)
+    return LaunchRecord(dict(_precision(dtype), BK=128 if K > 64 else 64, BV=64, SPLIT=True), num_stages=3)
 
 
 def _finish(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:

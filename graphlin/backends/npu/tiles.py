@@ -20,7 +20,7 @@ _TILES = {
     "delta_state_map": lambda K, V: dict(PREC="ieee", BK=block_size(K, 256), BV=block_size(V, 64)),
     "delta_gradient_map": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64)),
     "gdn_pair_gradients": lambda K, V: dict(_DOT, BK=block_size(K, 64), BV=block_size(V, 64)),
-    "gdn_state_gradients": lambda K, V: dict(PREC="ieee", BK=block_size(K, 64), BV=block_size(V, 64), GROUPS=0),
+    "gdn_state_gradients": lambda K, V: dict(PREC="ieee", BK=block_size(K, 64), BV=block_size(V, 64), SPLIT=False),
     "gdn_finish_gradients": lambda K, V: dict(REV_SCAN=True),
     "kda_prep": lambda K, V: dict(_DOT, BK=block_size(K, 32), PREC_INV="ieee", BI=16, DOT_BLOCKS=True, PAIRWISE=True, SUMS=0,
                                   FAST=False, PERSISTENT=True),
