@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward  # grad() itself imports SymPy for a check of shapes: a second
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graphlin.backends import Graph
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
 from graphlin.graphed import GraphedBlock, inlining
+from graphlin.kernels.ahead import compiling_ahead
 from graphlin.modes import INTEGERS, Call
 from graphlin.packing import Leaf, Output, Role, output_roles
 from graphlin.refusals import check_block
@@ -177,7 +179,7 @@ class _Recording:
         with self.backend.stream(self.slot.stream):
             seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
             for i in range(num_warmup_iters):
-                self._warm_up(is_last=i == num_warmup_iters - 1)
+                self._warm_up(is_first=i == 0, is_last=i == num_warmup_iters - 1)
         self.backend.synchronize(self.device)
         pair = self._forward(inputs, seen)
         self.backend.synchronize(self.device)
@@ -217,23 +219,29 @@ class _Recording:
         tokens, seqs = self.tier.tokens, self.tier.seqs
         return tokens - 16 if tokens > 16 else tokens + 16, seqs - 1 if seqs > 1 else seqs + 1
 
-    @torch.no_grad()
     def _shapes_at_other_sizes(self) -> list[torch.Size]:
-        """Output shapes for an input of other sizes (zeros, no active row), which tell the varying dims of outputs."""
+        """Output shapes for an input of other sizes (zeros, no active row), which tell the varying dims of outputs.
+
+        It requires the gradients that the call does: the block's kernels for that are compiled, and no others.
+        """
         tokens, seqs = self._other_sizes()
         tensors = [torch.zeros(leaf.shape(tokens, seqs), dtype=tensor.dtype, device=self.device)
                    for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
-        out = self.graphed.call_block(self.mode, tensors, tokens)
+        for i in self.mode.grad_leaves:
+            tensors[i].requires_grad_()
+        with compiling_ahead(self.backend):
+            out = self.graphed.call_block(self.mode, tensors, tokens)
         return [t.shape for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
     def _output_roles(self, shapes: list[torch.Size], seen: list[torch.Size]) -> list[tuple[Role, ...]]:
         return [output_roles(f"output {i}", shape, self.tier, other, self._other_sizes())
                 for i, (shape, other) in enumerate(zip(shapes, seen, strict=True))]
 
-    def _warm_up(self, is_last: bool) -> None:
+    def _warm_up(self, is_first: bool, is_last: bool) -> None:
         """One eager run; in the last one a host sync is found before it could break the capture."""
         with self.backend.syncs_refused() if is_last else nullcontext():
-            out = self._call_block()
+            with compiling_ahead(self.backend) if is_first else nullcontext():
+                out = self._call_block()
             outs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
             if outs and self.mode.needs_grad:
                 self._gradients(outs, [torch.zeros_like(t) for t in outs])
@@ -243,7 +251,7 @@ class _Recording:
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
         with without_autocast(self.device.type), _recomputation_refused(self.graphed.block):
-            return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
+            return _engine_run_backward(tuple(outs), tuple(grads), False, False, tuple(wanted), True, accumulate_grad=False)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         """What the block reads by a reference of its own would get no gradient from a replay, or too small a one."""
