@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def test_the_launch_raises_what_compiling_ahead_did(cuda):
         compile_ahead(broken, (x,), {"BLOCK": 16}, LaunchRecord())   # nobody launches it
     launch(broken, 1, x, record=LaunchRecord(), BLOCK=32)
     assert x.item() == 32
+
+
+def test_the_callers_own_threads_serve_as_well(cuda):
+    x, y = torch.arange(40.0, device=cuda), torch.zeros(40, device=cuda)
+    with ThreadPoolExecutor(1) as threads, triton.AsyncCompileMode(threads):
+        with get_backend(cuda).compiling() as compile_ahead:
+            compile_ahead(add_one, (x, y, 40), {"BLOCK": 64}, LaunchRecord())
+            launch(add_one, 1, x, y, 40, record=LaunchRecord(), BLOCK=64)
+    assert torch.equal(y, x + 1)
 
 
 FIRST_CAPTURE = """

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import triton
 
@@ -20,6 +20,7 @@ def compiling() -> Iterator[CompileAhead | None]:
     if not hasattr(triton, "AsyncCompileMode"):  # before 3.5
         yield None
         return
-    with (ThreadPoolExecutor(os.cpu_count(), "graphlin-compiler") as threads,
-          triton.AsyncCompileMode(threads, ignore_errors=True)):
+    with ThreadPoolExecutor(os.cpu_count(), "graphlin-compiler") as threads, ExitStack() as stack:
+        with suppress(RuntimeError):  # the caller has such a mode open, which serves as well
+            stack.enter_context(triton.AsyncCompileMode(threads, ignore_errors=True))
         yield compile_only
