@@ -174,10 +174,13 @@ class _Recording:
 
     def run(self, num_warmup_iters: int) -> Pair:
         pool, static = self._held_bytes()
-        inputs, self.statics = self._static_inputs()
+        self.backend.synchronize(self.device)
+        with compiling_ahead(self.backend, runs=False):
+            with self.backend.stream(self.slot.stream):
+                seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
+            inputs, self.statics = self._static_inputs()
         self.backend.synchronize(self.device)
         with self.backend.stream(self.slot.stream):
-            seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
             for i in range(num_warmup_iters):
                 self._warm_up(is_first=i == 0, is_last=i == num_warmup_iters - 1)
         self.backend.synchronize(self.device)
@@ -229,8 +232,7 @@ class _Recording:
                    for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
         for i in self.mode.grad_leaves:
             tensors[i].requires_grad_()
-        with compiling_ahead(self.backend):
-            out = self.graphed.call_block(self.mode, tensors, tokens)
+        out = self.graphed.call_block(self.mode, tensors, tokens)
         return [t.shape for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
     def _output_roles(self, shapes: list[torch.Size], seen: list[torch.Size]) -> list[tuple[Role, ...]]:

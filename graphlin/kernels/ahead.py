@@ -1,8 +1,9 @@
-"""What an op will launch is compiled beside what it launches now, in the first run of a capture."""
+"""What an op will launch is compiled beside what it launches now, in the first runs of a capture."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,17 +11,28 @@ from torch.autograd import Function
 
 from graphlin.backends import CompileAhead, GraphBackend
 
-_ahead: ContextVar[CompileAhead | None] = ContextVar("ahead", default=None)
+
+@dataclass(frozen=True)
+class _Ahead:
+    compile: CompileAhead
+    runs: bool
+
+
+_ahead: ContextVar[_Ahead | None] = ContextVar("ahead", default=None)
 # What `launch` then calls in place of launching.
 played: ContextVar[CompileAhead | None] = ContextVar("played", default=None)
 
 
 @contextmanager
-def compiling_ahead(backend: GraphBackend) -> Iterator[None]:
+def compiling_ahead(backend: GraphBackend, *, runs: bool = True) -> Iterator[None]:
     """Inside, in this thread, `apply` has the kernels of an op's forward and backward compiled side by side before the first of
-    them runs; at the end all are. Nothing where the backend can't do that."""
+    them runs; at the end all are. Nothing where the backend can't do that.
+
+    Where it can and the block is called for the shapes of its outputs alone (not `runs`), none of them runs: the op waits for
+    no kernel and returns zeros.
+    """
     with backend.compiling() as compile_ahead:
-        token = _ahead.set(compile_ahead)
+        token = _ahead.set(None if compile_ahead is None else _Ahead(compile_ahead, runs))
         try:
             yield
         finally:
@@ -33,23 +45,41 @@ def apply(function: type[Function], *args: Any) -> tuple:
 
     >>> y, final_state = apply(CausalConv1d, x, weight, None, None, None, False, True, packing, None)
     """
-    compile_ahead = _ahead.get()
-    if compile_ahead is not None:
-        _play(function, args, compile_ahead, torch.is_grad_enabled())
-    return function.apply(*args)
+    ahead = _ahead.get()
+    if ahead is None:
+        return function.apply(*args)
+    _play(ahead.compile, _forward_and_backward, function, args)
+    return function.apply(*args) if ahead.runs else _play(_launch_nothing, _zeros, function, args)
 
 
-@torch.no_grad()
-def _play(function: type[Function], args: tuple, compile_ahead: CompileAhead, grad: bool) -> None:
-    """Forward and backward as autograd would call them; what they return is memory that nobody has written."""
-    ctx = _Context([grad and isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+def _play(compile_ahead: CompileAhead, work: Callable, function: type[Function], args: tuple) -> Any:
     token = played.set(compile_ahead)
     try:
+        return work(function, args)
+    finally:
+        played.reset(token)
+
+
+def _forward_and_backward(function: type[Function], args: tuple) -> None:
+    """As autograd would call them; what they return is memory that nobody has written."""
+    ctx = _Context([torch.is_grad_enabled() and isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+    with torch.no_grad():
         outs = function.forward(ctx, *args)
         if any(ctx.needs_input_grad):
             function.backward(ctx, *(None if out is None else torch.empty_like(out) for out in outs))
-    finally:
-        played.reset(token)
+
+
+def _zeros(function: type[Function], args: tuple) -> tuple:
+    outs = function.apply(*args)
+    with torch.no_grad():
+        for out in outs:
+            if out is not None:
+                out.zero_()
+    return outs
+
+
+def _launch_nothing(*launch: Any) -> None:
+    return None
 
 
 class _Context:

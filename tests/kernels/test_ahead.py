@@ -86,6 +86,20 @@ def test_without_gradients_only_the_forward_is_compiled(case, device, compiler, 
     assert launched and compiler.forms == launched
 
 
+@each_op
+def test_for_shapes_alone_an_op_runs_nothing_and_returns_zeros(case, device, compiler, launched):
+    drawn, cu, table = arguments(case, device)
+    inputs = {name: x.requires_grad_() for name, x in drawn.items() if name not in ("do", "dht")}
+    expected = case.op(**inputs, cu_seqlens=cu, **table, output_final_state=True, **case.options)
+    launched.clear()
+    with compiling_ahead(compiler, runs=False):
+        outs = case.op(**inputs, cu_seqlens=cu, **table, output_final_state=True, **case.options)
+    assert not launched and len(compiler.forms) >= 3
+    for out, like in zip(outs, expected, strict=True):
+        assert (out.shape, out.dtype, out.requires_grad, out.is_leaf) == (like.shape, like.dtype, True, False)
+        assert not out.any()
+
+
 def test_nothing_is_compiled_ahead_outside_nor_where_a_backend_does_not(device, compiler, launched):
     x, weight = torch.randn(1, 20, 8, device=device), torch.randn(8, 4, device=device)
     with compiling_ahead(compiler):
