@@ -1,7 +1,7 @@
 """Whether a block is still what its graphs were captured from."""
 
-import operator
 from collections.abc import Iterator
+from operator import is_
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.nn.modules import module as nn_module
 
 from graphlin.errors import StaleAddress
 
+_data_ptr = torch.Tensor.data_ptr
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -38,7 +39,7 @@ class Watch:
         self._parts = [owner for _, owner in parts if owner]               # compared by identity, as what they hold is
         self._parts_then = [owner.copy() for owner in self._parts]
         self._filled = [owner for _, owner in owners if owner]
-        self._counts = [len(owner) for owner in self._filled]
+        self._count = sum(map(len, self._filled))
         entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners for name, value in owner.items()]
         self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
         self._tensors = [*self.params, *block.buffers()]
@@ -52,10 +53,10 @@ class Watch:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (not any(self._empty)
                 and self._parts == self._parts_then
-                and list(map(len, self._filled)) == self._counts
-                and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and self._has_forms())
+                and sum(map(len, self._filled)) == self._count  # which are as many as have the right names
+                and all(map(is_, map(dict.get, self._owners, self._names), self._values))
+                and list(map(_data_ptr, self._tensors)) == self._addresses
+                and (self._guards.check(*self._tensors) or self._has_forms()))
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
@@ -63,7 +64,7 @@ class Watch:
     def _has_forms(self) -> bool:
         """Whether dtypes, sizes and strides are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
         autocast and inference mode, which are no concern here: their no is only a maybe."""
-        return self._guards.check(*self._tensors) or list(map(_form, self._tensors)) == self._forms
+        return list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:
         for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
