@@ -5,22 +5,22 @@ measured is the thread that enqueues them: copy-in, checks and replay, beside th
 as many parameters that only clones its input. On the CPU (`--device cpu`) graphs and kernels do nothing at all: what is left is
 graphlin's own Python.
 
-A core runs up to twice slower for seconds at a time: while another thread shares it, until it is warm, or because a virtual
-machine's neighbours are busy. So all contestants take turns, burst by burst, after a warm-up in which none is timed, and meet the
-same phases. The figure is the median over all calls but the first of each burst, which finds caches full of what the others
-left there; beside it stand the quartiles, the least median of any round, and the median of those first calls. The yardstick, a
-loop of plain Python that does always the same, tells how fast the core was, and `preempted` how often it was lost to other
-threads. Python's garbage collection stays on, as a user has it.
+A core runs up to twice slower while the thread that shares its caches and units is busy, be it a neighbour's that a virtual
+machine does not even see. So all contestants take turns, a burst each in every round, after a warm-up in which none is timed, and
+meet the same phases. The figure is the median over all calls but the first of each burst, which finds caches full of what the
+others left there; beside it stand the quartiles, the least median of any round, and the median of those first calls. `quiet` is
+the median over the rounds in which the yardstick, a loop of plain Python that does always the same, was within a tenth of its
+fastest: what the call takes on a core of its own. Python's garbage collection stays on, as a user has it. No profiler must have run
+in the process: PyTorch's leaves CUDA's callbacks on, and each launch then takes several times as long.
 """
 
 import argparse
-import gc
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, compress, pairwise
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -30,8 +30,9 @@ import torch
 import graphlin
 from graphlin.backends import get_backend
 
-ROUNDS, BURSTS, BURST = 30, 5, 8  # a device holds few graphs that wait
-WARM_UP = 2.0                     # seconds
+ROUNDS, BURST = 200, 12  # a device holds few graphs that wait
+WARM_UP = 2.0            # seconds
+YARDSTICK = "the yardstick"
 
 
 class IdleBackend:
@@ -92,41 +93,46 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of a call, by its rounds of bursts: of those that follow another like them the median, the quartiles and the
-    least median of a round, and the median of the first ones of bursts."""
+    """Microseconds of a call: of those that follow another in their burst the median, the quartiles, the least median of a round
+    and the median of quiet rounds; and the median of the first ones of bursts."""
 
     median: float
     quartiles: tuple[float, float]
-    best_round: float
+    least: float
+    quiet: float
     first: float
 
     @staticmethod
-    def of(rounds: list[list[list[float]]]) -> "Cost":
-        later = [[time for burst in bursts for time in burst[1:]] for bursts in rounds]
-        lower, middle, upper = quantiles([time for times in later for time in times], n=4)
-        return Cost(middle, (lower, upper), min(map(median, later)), median(burst[0] for bursts in rounds for burst in bursts))
+    def of(bursts: list[list[float]], is_quiet: list[bool]) -> "Cost":
+        """From one burst of every round."""
+        later = [burst[1:] for burst in bursts]
+        lower, middle, upper = quantiles(chain.from_iterable(later), n=4)
+        quiet = chain.from_iterable(compress(later, is_quiet))
+        return Cost(middle, (lower, upper), min(map(median, later)), median(quiet), median(burst[0] for burst in bursts))
 
     def __str__(self) -> str:
-        return f"{self.median:9.1f} {self.quartiles[0]:9.1f} {self.quartiles[1]:9.1f} {self.best_round:9.1f} {self.first:9.1f}"
+        return "".join(f"{time:9.1f}" for time in (self.median, *self.quartiles, self.least, self.quiet, self.first))
 
 
-def play_round(contestants: Mapping[str, Contestant], first: int, device: torch.device) -> dict[str, list[list[float]]]:
-    """The times of each contestant in `BURSTS` bursts, in which they take turns from the given one on."""
+def play_round(contestants: Mapping[str, Contestant], first: int, device: torch.device) -> dict[str, list[float]]:
+    """One burst of each contestant, the given one first, the others in turn."""
     names = [*contestants][first:] + [*contestants][:first]
-    times: dict[str, list[list[float]]] = {name: [] for name in contestants}
-    for _ in range(BURSTS):
-        for name in names:
-            times[name].append(contestants[name].burst(device))
-    return times
+    return {name: contestants[name].burst(device) for name in names}
 
 
-def compare(contestants: Mapping[str, Contestant], device: torch.device, rounds: int, warm_up: float) -> dict[str, Cost]:
-    """The cost of each contestant, over rounds in which each is the first in turn."""
+def quiet_rounds(rounds: list[dict[str, list[float]]]) -> list[bool]:
+    """In which rounds the yardstick was within a tenth of its fastest."""
+    speeds = [median(times[YARDSTICK][1:]) for times in rounds]
+    return [speed <= 1.1 * min(speeds) for speed in speeds]
+
+
+def play(contestants: Mapping[str, Contestant], device: torch.device, rounds: int,
+         warm_up: float) -> list[dict[str, list[float]]]:
+    """The rounds after a warm-up of some seconds; each contestant is the first in turn."""
     end = perf_counter() + warm_up
     while perf_counter() < end:
         play_round(contestants, 0, device)
-    found = [play_round(contestants, i % len(contestants), device) for i in range(rounds)]
-    return {name: Cost.of([times[name] for times in found]) for name in contestants}
+    return [play_round(contestants, i % len(contestants), device) for i in range(rounds)]
 
 
 def contestants_for(device: torch.device, tokens: int, hidden_size: int) -> dict[str, Contestant]:
@@ -149,7 +155,7 @@ def contestants_for(device: torch.device, tokens: int, hidden_size: int) -> dict
 
     with torch.no_grad(), graphed.acquired((x,), {"cu_seqlens": cu}) as (call, _, pair):
         copy_in, memory = partial(pair.copy_in, call.leaves), partial(pair.fresh, call.sizes[0])
-    return {"the yardstick": Contestant(lambda: sum(i * i for i in range(256))),
+    return {YARDSTICK: Contestant(lambda: sum(i * i for i in range(256))),
             "captured, no gradients": Contestant(calls["captured"]),
             "of that, memory for the output": Contestant(memory),
             "of that, copy-in": Contestant(copy_in),
@@ -175,21 +181,17 @@ def main() -> None:
         graphlin.register_backend(IdleBackend())
     print(f"PyTorch {torch.__version__}, {device}, T = {options.tokens}, hidden size {options.hidden_size}; microseconds a call")
     contestants = contestants_for(device, options.tokens, options.hidden_size)
-    lost, collected = _preemptions(), _collections()
-    costs = compare(contestants, device, options.rounds, options.warm_up)
-    print(f"{'median':>9} {'quartiles':>19} {'a round':>9} {'first':>9}")
-    for name, cost in costs.items():
-        print(f"{cost}  {name}")
-    print(f"{options.rounds} rounds of {BURSTS} bursts; preempted {_preemptions() - lost} times, "
-          f"{_collections() - collected} garbage collections")
+    lost = _preemptions()
+    rounds = play(contestants, device, options.rounds, options.warm_up)
+    is_quiet = quiet_rounds(rounds)
+    print(f"{'median':>9}{'quartiles':>18}{'least':>9}{'quiet':>9}{'first':>9}")
+    for name in contestants:
+        print(f"{Cost.of([times[name] for times in rounds], is_quiet)}  {name}")
+    print(f"{len(rounds)} rounds, {sum(is_quiet)} of them quiet; the core was lost to other threads {_preemptions() - lost} times")
 
 
 def _preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-
-
-def _collections() -> int:
-    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 if __name__ == "__main__":
