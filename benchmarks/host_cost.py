@@ -10,8 +10,8 @@ machine does not even see. So all contestants take turns, a burst each in every 
 meet the same phases. The figure is the median over all calls but the first of each burst, which finds caches full of what the
 others left there; beside it stand the quartiles, the least median of any round, and the median of those first calls. `quiet` is
 the median over the rounds in which the yardstick, a loop of plain Python that does always the same, was within a tenth of its
-fastest: what the call takes on a core of its own. Python's garbage collection stays on, as a user has it. No profiler must have run
-in the process: PyTorch's leaves CUDA's callbacks on, and each launch then takes several times as long.
+fastest: what the call takes on a core of its own. Python's garbage collection stays on, as a user has it. No profiler must
+have run in the process: PyTorch's leaves CUDA's callbacks on, and each launch then takes several times as long.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def main() -> None:
     print(f"{'median':>9}{'quartiles':>18}{'least':>9}{'quiet':>9}{'first':>9}")
     for name in contestants:
         print(f"{Cost.of([times[name] for times in rounds], is_quiet)}  {name}")
-    print(f"{len(rounds)} rounds, {sum(is_quiet)} of them quiet; the core was lost to other threads {_preemptions() - lost} times")
+    print(f"{len(rounds)} rounds, {sum(is_quiet)} of them quiet; lost the core to other threads {_preemptions() - lost} times")
 
 
 def _preemptions() -> int:

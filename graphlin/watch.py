@@ -1,7 +1,6 @@
 """Whether a block is still what its graphs were captured from."""
 
 from collections.abc import Iterator
-from operator import is_
 
 import torch
 from torch import nn
@@ -27,6 +26,12 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...
     return tensor.dtype, tensor.size(), tensor.stride()
 
 
+def _may_equal_another(value: torch.Tensor | None) -> bool:
+    """Whether `==` may tell another tensor for the same: of ordinary ones with several elements it makes several truths, or an
+    error where their shapes do not fit, and Python takes several truths for an error too."""
+    return isinstance(value, torch.Tensor) and (value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter))
+
+
 class Watch:
     """Where a block's submodules, parameters, buffers and hooks lay, and as what, when its graphs were captured."""
 
@@ -39,9 +44,10 @@ class Watch:
         self._parts = [owner for _, owner in parts if owner]               # compared by identity, as what they hold is
         self._parts_then = [owner.copy() for owner in self._parts]
         self._filled = [owner for _, owner in owners if owner]
-        self._count = sum(map(len, self._filled))
+        self._filled_then = [owner.copy() for owner in self._filled]
         entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners for name, value in owner.items()]
-        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
+        self._entries = entries
+        self._alike = [(owner, name, value) for owner, name, value, _ in entries if _may_equal_another(value)]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._forms = list(map(_form, self._tensors))                      # a cast there and back may end at the same address
@@ -53,13 +59,24 @@ class Watch:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (not any(self._empty)
                 and self._parts == self._parts_then
-                and sum(map(len, self._filled)) == self._count  # which are as many as have the right names
-                and all(map(is_, map(dict.get, self._owners, self._names), self._values))
+                and self._has_tensors()
                 and list(map(_data_ptr, self._tensors)) == self._addresses
                 and (self._guards.check(*self._tensors) or self._has_forms()))
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
+
+    def _has_tensors(self) -> bool:
+        """Whether the modules hold the very tensors, under the same names, and no others.
+
+        Dicts take what is identical for equal, which is quicker than to ask of each tensor. What is not they compare, and of that
+        `==` of tensors makes an error, but for those that are asked one by one.
+        """
+        try:
+            same = self._filled == self._filled_then
+        except RuntimeError:
+            return False
+        return same and all(owner[name] is value for owner, name, value in self._alike)
 
     def _has_forms(self) -> bool:
         """Whether dtypes, sizes and strides are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
@@ -67,7 +84,7 @@ class Watch:
         return list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:
-        for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
+        for owner, name, value, path in self._entries:
             if owner.get(name) is not value:
                 return path
             if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:
