@@ -47,7 +47,7 @@ class PreparedLaunch:
         pointers, form = [], []
         for tensor in tensors:
             pointers.append(pointer := 0 if tensor is None else tensor.data_ptr())
-            form += (None, 0) if tensor is None else (tensor.dtype, pointer % 16)
+            form.append(None if tensor is None else (tensor.dtype, pointer % 16))
         compiled = self._forms.get(form := tuple(form))
         if compiled is None or torch._C._cuda_getDevice() != self._index or _is_watched():
             self._run_by_triton(form, (*tensors, *integers, *self._fixed))
