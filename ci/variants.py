@@ -141,6 +141,17 @@ def run_causal_conv1d(variant: Variant) -> None:
         make(1, TOKENS, D, dtype=dtype), make(D, variant.taps, dtype=dtype), **extras, **packing(variant)))
 
 
+def run_gated_rms_norm(variant: Variant) -> None:
+    """The output norm over the heads' values, with each gate or with none, forward and backward."""
+    x = make(1, TOKENS, variant.HV, variant.V, dtype=variant.dtype)
+    weight, gate = make(variant.V, dtype=variant.dtype), torch.zeros_like(x, requires_grad=True)
+    if not variant.extras:
+        differentiate(graphlin.gated_rms_norm(x, weight))
+        return
+    for activation in ("silu", "sigmoid"):
+        differentiate(graphlin.gated_rms_norm(x, weight, gate, activation=activation))
+
+
 def run_copy_in(variant: Variant) -> None:
     """The copy of active rows into a graph's static buffers, and of its output to where the copy-in said."""
     cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
@@ -153,4 +164,4 @@ def run_copy_in(variant: Variant) -> None:
     deliver(copy.static, 1, mailbox)
 
 
-RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_copy_in)
+RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_gated_rms_norm, run_copy_in)
