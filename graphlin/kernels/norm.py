@@ -98,7 +98,7 @@ def run_norm_forward(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor |
     rows = x.numel() // D
     record = record_for("norm_forward", x.device, V=D, dtype=x.dtype)
     tasks = -(-rows // record.tiles["BR"])
-    launch(norm_forward, grid_stride(tasks, record, x.device) if rows else 0, x, weight, gate, y, rows, eps, record=record, D=D,
+    launch(norm_forward, grid_stride(tasks, record, x.device), x, weight, gate, y, rows, eps, record=record, D=D,
            GATE=gate is not None, SILU=silu, STAGES=record.num_stages)
     return y
 
@@ -115,9 +115,11 @@ def run_norm_backward(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor 
     record = record_for("norm_backward", x.device, V=D, dtype=x.dtype)
     tasks = -(-rows // record.tiles["ROWS"])
     partials = x.new_empty(tasks, 1, D, dtype=torch.float32) if want_weight else None
-    launch(norm_backward, grid_stride(tasks, record, x.device) if rows else 0, x, weight, gate, dy, dx, dgate, partials, rows, eps,
-           record=record, D=D, GATE=gate is not None, SILU=silu, DX=want_x, DGATE=want_gate, DWEIGHT=want_weight, STAGES=record.num_stages)
+    launch(norm_backward, grid_stride(tasks, record, x.device), x, weight, gate, dy, dx, dgate, partials, rows, eps,
+           record=record, D=D, GATE=gate is not None, SILU=silu, DX=want_x, DGATE=want_gate, DWEIGHT=want_weight,
+           STAGES=record.num_stages)
     if want_weight:
         # To the reduction a task is a chunk of one dense sequence.
-        reduce_partials_into(partials, Packing(None, None, 1, rows, tasks, tasks, record.tiles["ROWS"], capture=False), dweight[None])
+        packing = Packing(None, None, 1, rows, tasks, tasks, record.tiles["ROWS"], capture=False)
+        reduce_partials_into(partials, packing, dweight[None])
     return dx, dweight, dgate
