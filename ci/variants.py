@@ -8,6 +8,7 @@ import torch
 
 import graphlin
 from graphlin.kernels.copy_rows import RowCopy, deliver
+from graphlin.kernels.norm import MAX_SIZE
 from graphlin.parallel.context import ContextParallel
 from graphlin.parallel.split import split
 
@@ -142,14 +143,12 @@ def run_causal_conv1d(variant: Variant) -> None:
 
 
 def run_gated_rms_norm(variant: Variant) -> None:
-    """The output norm over the heads' values, with each gate or with none, forward and backward."""
-    x = make(1, TOKENS, variant.HV, variant.V, dtype=variant.dtype)
-    weight, gate = make(variant.V, dtype=variant.dtype), torch.zeros_like(x, requires_grad=True)
-    if not variant.extras:
-        differentiate(graphlin.gated_rms_norm(x, weight))
-        return
-    for activation in ("silu", "sigmoid"):
-        differentiate(graphlin.gated_rms_norm(x, weight, gate, activation=activation))
+    """The output norm over the heads' values and over the widest rows, with each gate or with none, forward and backward."""
+    for D in (variant.V, MAX_SIZE):
+        x, gate = (make(1, TOKENS, D, dtype=variant.dtype) for _ in range(2))
+        weight = make(D, dtype=variant.dtype)
+        for options in ({"gate": gate}, {"gate": gate, "activation": "sigmoid"}) if variant.extras else ({},):
+            differentiate(graphlin.gated_rms_norm(x, weight, **options))
 
 
 def run_copy_in(variant: Variant) -> None:

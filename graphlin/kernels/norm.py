@@ -28,13 +28,13 @@ def _reciprocal_rms(b_x, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_forward(x, weight, gate, y, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-                 SILU: tl.constexpr, STAGES: tl.constexpr):
+                 SILU: tl.constexpr):
     """Tasks of BR rows, grid-stride."""
     o_d = tl.arange(0, BD)
     o_r = tl.arange(0, BR)
     o_x = o_r[:, None] * D + o_d[None, :]
     b_w = tl.load(weight + o_d, mask=o_d < D, other=0.).to(tl.float32)[None, :]
-    for i_task in tl.range(tl.program_id(0), (rows + BR - 1) // BR, tl.num_programs(0), num_stages=STAGES):
+    for i_task in range(tl.program_id(0), (rows + BR - 1) // BR, tl.num_programs(0)):
         first = tl.cast(i_task, tl.int64) * BR
         left = tl.minimum(rows - first, BR).to(tl.int32)
         m = row_mask(o_r < left, o_d, D, BD)
@@ -52,7 +52,7 @@ def norm_forward(x, weight, gate, y, rows, eps, D: tl.constexpr, BR: tl.constexp
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward(x, weight, gate, dy, dx, dgate, partials, rows, eps, D: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
                   BD: tl.constexpr, GATE: tl.constexpr, SILU: tl.constexpr, DX: tl.constexpr, DGATE: tl.constexpr,
-                  DWEIGHT: tl.constexpr, STAGES: tl.constexpr):
+                  DWEIGHT: tl.constexpr):
     """Tasks of ROWS rows, grid-stride, BR at a time; each leaves one row of partial sums for the weight's gradient."""
     o_d = tl.arange(0, BD)
     o_r = tl.arange(0, BR)
@@ -62,7 +62,7 @@ def norm_backward(x, weight, gate, dy, dx, dgate, partials, rows, eps, D: tl.con
         first = tl.cast(i_task, tl.int64) * ROWS
         left = tl.minimum(rows - first, ROWS).to(tl.int32)
         b_dw = tl.zeros([BR, BD], dtype=tl.float32)
-        for i_r in tl.range(0, left, BR, num_stages=STAGES):
+        for i_r in range(0, left, BR):
             p = (first + i_r) * D
             m = row_mask(i_r + o_r < left, o_d, D, BD)
             b_x = tl.load(x + p + o_x, mask=m, other=0.).to(tl.float32)                          # [BR, BD]
@@ -99,7 +99,7 @@ def run_norm_forward(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor |
     record = record_for("norm_forward", x.device, V=D, dtype=x.dtype)
     tasks = -(-rows // record.tiles["BR"])
     launch(norm_forward, grid_stride(tasks, record, x.device), x, weight, gate, y, rows, eps, record=record, D=D,
-           GATE=gate is not None, SILU=silu, STAGES=record.num_stages)
+           GATE=gate is not None, SILU=silu)
     return y
 
 
@@ -116,8 +116,7 @@ def run_norm_backward(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor 
     tasks = -(-rows // record.tiles["ROWS"])
     partials = x.new_empty(tasks, 1, D, dtype=torch.float32) if want_weight else None
     launch(norm_backward, grid_stride(tasks, record, x.device), x, weight, gate, dy, dx, dgate, partials, rows, eps,
-           record=record, D=D, GATE=gate is not None, SILU=silu, DX=want_x, DGATE=want_gate, DWEIGHT=want_weight,
-           STAGES=record.num_stages)
+           record=record, D=D, GATE=gate is not None, SILU=silu, DX=want_x, DGATE=want_gate, DWEIGHT=want_weight)
     if want_weight:
         # To the reduction a task is a chunk of one dense sequence.
         packing = Packing(None, None, 1, rows, tasks, tasks, record.tiles["ROWS"], capture=False)
