@@ -13,6 +13,8 @@ _TILES = {
     "deliver_rows": lambda K, V: dict(BLOCK=1024),
     "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=False),
     "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 128), UNROLL=1, ROWWISE=False),
+    "norm_forward": lambda K, V: dict(BR=16, BD=block_size(V, 4096)),
+    "norm_backward": lambda K, V: dict(ROWS=32, BR=16, BD=block_size(V, 4096)),
     "gdn_prep": lambda K, V: dict(_DOT, BK=block_size(K, 64), PREC_INV="ieee", BI=16, DOT_BLOCKS=False),
     "delta_recurrence": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False),
     "delta_two_recurrences": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False,
