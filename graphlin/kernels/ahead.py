@@ -40,7 +40,7 @@ def compiling_ahead(backend: GraphBackend, *, runs: bool = True) -> Iterator[Non
 
 
 def apply(function: type[Function], *args: Any) -> tuple:
-    """`function.apply(*args)` of a function with several outputs, whose forward and backward look at no value on the host and
+    """`function.apply(*args)` of a function that returns a tuple, whose forward and backward look at no value on the host and
     wait for no other rank: inside `compiling_ahead` they are played first for their launches alone.
 
     >>> y, final_state = apply(CausalConv1d, x, weight, None, None, None, False, True, packing, None)

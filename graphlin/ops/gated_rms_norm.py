@@ -2,6 +2,7 @@
 
 import torch
 
+from graphlin.kernels.ahead import apply
 from graphlin.kernels.norm import MAX_SIZE, run_norm_backward, run_norm_forward
 from graphlin.ops.validation import check_tensor
 
@@ -41,8 +42,9 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | N
     if gate is not None:
         check_tensor("gate", gate, shape=tuple(x.shape), like=x)
     check_options(eps, activation)
-    return GatedRMSNormFunction.apply(*(None if t is None else t.contiguous() for t in (x, weight, gate)), float(eps),
-                                      activation != "sigmoid")
+    tensors = [None if t is None else t.contiguous() for t in (x, weight, gate)]
+    y, = apply(GatedRMSNormFunction, *tensors, float(eps), activation != "sigmoid")
+    return y
 
 
 class GatedRMSNormFunction(torch.autograd.Function):
@@ -52,7 +54,7 @@ class GatedRMSNormFunction(torch.autograd.Function):
     def forward(ctx, x, weight, gate, eps: float, silu: bool):
         ctx.save_for_backward(x, weight, gate)
         ctx.options = eps, silu
-        return run_norm_forward(x, weight, gate, eps, silu)
+        return run_norm_forward(x, weight, gate, eps, silu),
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -137,5 +137,5 @@ def test_a_capture_compiles_ahead_in_its_first_runs_alone(device, compiler, laun
     captured(graphed, 1, backwards=1)
     assert any(launched_open) and not compiler.open
     assert set(compiler.forms) <= set(launched)                      # nothing is compiled that nobody launches
-    layers_own = {f for f in launched if f[0].startswith(("conv", "gdn", "delta", "sum"))}
+    layers_own = {f for f in launched if f[0].startswith(("conv", "gdn", "delta", "norm", "sum"))}
     assert layers_own == set(compiler.forms)
