@@ -11,7 +11,8 @@ from graphlin.ops.gated_rms_norm import gated_rms_norm
 
 
 @pytest.mark.parametrize(("activation", "name"), [
-    (F.silu, "silu"), (torch.sigmoid, "sigmoid"), (F.sigmoid, "sigmoid"), ("silu", "silu"), ("sigmoid", "sigmoid")], ids=str)
+    (F.silu, "silu"), (torch.sigmoid, "sigmoid"), (F.sigmoid, "sigmoid"), ("silu", "silu"), ("sigmoid", "sigmoid")],
+    ids=["F.silu", "torch.sigmoid", "F.sigmoid", "silu", "sigmoid"])
 def test_the_module_is_the_op(device, activation, name):
     norm = GatedRMSNorm(24, 1e-3, activation).to(device)
     torch.nn.init.uniform_(norm.weight)
