@@ -8,6 +8,7 @@ import torch
 
 import graphlin
 from graphlin.kernels.copy_rows import RowCopy, deliver
+from graphlin.kernels.norm import MAX_SIZE
 from graphlin.parallel.context import ContextParallel
 from graphlin.parallel.split import split
 
@@ -141,6 +142,15 @@ def run_causal_conv1d(variant: Variant) -> None:
         make(1, TOKENS, D, dtype=dtype), make(D, variant.taps, dtype=dtype), **extras, **packing(variant)))
 
 
+def run_gated_rms_norm(variant: Variant) -> None:
+    """The output norm over the heads' values and over the widest rows, with each gate or with none, forward and backward."""
+    for D in (variant.V, MAX_SIZE):
+        x, gate = (make(1, TOKENS, D, dtype=variant.dtype) for _ in range(2))
+        weight = make(D, dtype=variant.dtype)
+        for options in ({"gate": gate}, {"gate": gate, "activation": "sigmoid"}) if variant.extras else ({},):
+            differentiate(graphlin.gated_rms_norm(x, weight, **options))
+
+
 def run_copy_in(variant: Variant) -> None:
     """The copy of active rows into a graph's static buffers, and of its output to where the copy-in said."""
     cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
@@ -153,4 +163,4 @@ def run_copy_in(variant: Variant) -> None:
     deliver(copy.static, 1, mailbox)
 
 
-RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_copy_in)
+RUNS = (run_chunks, run_gated_delta_rule, run_kda, run_causal_conv1d, run_gated_rms_norm, run_copy_in)

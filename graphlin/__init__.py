@@ -21,7 +21,14 @@ from graphlin.errors import (
     UnsupportedModule,
 )
 from graphlin.graphed import GraphedBlock
-from graphlin.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_local_cumsum, prepare_chunk_indices
+from graphlin.ops import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_local_cumsum,
+    gated_rms_norm,
+    prepare_chunk_indices,
+)
 from graphlin.price import Price, price
 from graphlin.tier import Tier, ladder
 from graphlin.verify import verify
@@ -52,6 +59,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_local_cumsum",
+    "gated_rms_norm",
     "ladder",
     "layers",
     "parallel",

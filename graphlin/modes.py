@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -60,10 +60,15 @@ class Mode:
 
     def fit(self, tokens: int, seqs: int) -> int | None:
         """The rung of the smallest tier that an input of these sizes fits; 0 is the largest tier."""
-        for i in range(len(self.tiers) - 1, -1, -1):
-            if self.tiers[i].fits(tokens, seqs):
-                return i
+        for rung, most_tokens, most_seqs in self._bounds:
+            if tokens <= most_tokens and seqs <= most_seqs:
+                return rung
         return None
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int, int]]:
+        """Of each tier, the smallest first."""
+        return [(rung, tier.tokens, tier.seqs) for rung, tier in enumerate(self.tiers)][::-1]
 
     def takes_any_integer_lengths(self) -> bool:
         """Whether the graphs may read cu_seqlens of the other integer dtype: copy-in converts it, and no output tells."""

@@ -4,6 +4,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ class Leaf:
         return Leaf(name, role, shape, ()) if role is None else Leaf(name, role, shape[:role.dim], shape[role.dim + 1:])
 
     def shape(self, tokens: int, seqs: int) -> tuple[int, ...]:
-        return self.before if self.role is None else (*self.before, self.role.size(tokens, seqs), *self.after)
+        return self.before if self.role is None else self.before + (self.role.size(tokens, seqs),) + self.after
 
     def cut(self, tensor: torch.Tensor, tokens: int, seqs: int) -> torch.Tensor:
         """The part of a tensor of larger sizes that holds the first tokens or sequences, as a view."""
@@ -187,19 +188,35 @@ class Layout:
     def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """T and N of a call; raises StructureMismatch naming the tensor whose other sizes are not the captured ones."""
         shapes = [tensor.shape for tensor in tensors]
-        tokens, seqs = self._size(self.tokens, shapes), self._size(self.seqs, shapes)
-        expected = [leaf.shape(tokens, seqs) for leaf in self.leaves]
+        counts = self.counts(shapes)
+        expected = [before if count is None else before + (counts[count] + extra,) + after
+                    for before, count, extra, after in self._forms]
         if shapes != expected:
             i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
             raise StructureMismatch(f"{self.leaves[i].name}: expected shape {list(expected[i])} as captured, found "
                                     f"{list(shapes[i])}; other shapes run eagerly, or need their own capture")
-        return tokens, seqs
+        return counts
 
-    def _size(self, index: int | None, shapes: Sequence[torch.Size]) -> int:
-        if index is None:
-            return 0
-        role, shape = self.leaves[index].role, shapes[index]
-        return max(shape[role.dim] - role.extra, 0) if len(shape) > role.dim else 0
+    def counts(self, shapes: Sequence[torch.Size]) -> tuple[int, int]:
+        """T and N, as the tensors that tell them have them; 0 where none does, or fewer dims than it should."""
+        at, of = self._places
+        try:
+            tokens = 0 if at is None else shapes[at[0]][at[1]] - at[2]
+            seqs = 0 if of is None else shapes[of[0]][of[1]] - of[2]
+        except IndexError:
+            return 0, 0
+        return (tokens, seqs) if seqs >= 0 else (tokens, 0)
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int] | None]:
+        """Where T and N are read: the index of a tensor, its dim, and by how much that is too large."""
+        return [None if i is None else (i, (role := self.leaves[i].role).dim, role.extra) for i in (self.tokens, self.seqs)]
+
+    @cached_property
+    def _forms(self) -> list[tuple]:
+        """`Leaf.shape` in parts, which are read at every call: sizes before, which count, what to add to it, sizes after."""
+        return [(leaf.before, None, 0, ()) if (role := leaf.role) is None else
+                (leaf.before, int(role.kind == "seqs"), role.extra, leaf.after) for leaf in self.leaves]
 
 
 def make_layout(names: Sequence[str], structure: Structure, tensors: Sequence[torch.Tensor],
@@ -234,7 +251,7 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
         raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
                          'name its dim with dims={"x": {1: "tokens"}}')
     shapes = [tensor.shape for tensor in tensors]
-    tokens, seqs = layout._size(layout.tokens, shapes), layout._size(layout.seqs, shapes)
+    tokens, seqs = layout.counts(shapes)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.role and tensor.shape != leaf.shape(tokens, seqs):
             raise ValueError(f"{leaf.name}: expected shape {list(leaf.shape(tokens, seqs))} for {tokens} tokens in "

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward  # grad() itself imports SymPy for a check of shapes: a second
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graphlin.backends import Graph
 from graphlin.errors import CaptureError, Resource, UnsupportedModule
 from graphlin.graphed import GraphedBlock, inlining
+from graphlin.kernels.ahead import compiling_ahead
 from graphlin.modes import INTEGERS, Call
 from graphlin.packing import Leaf, Output, Role, output_roles
 from graphlin.refusals import check_block
@@ -172,12 +174,15 @@ class _Recording:
 
     def run(self, num_warmup_iters: int) -> Pair:
         pool, static = self._held_bytes()
-        inputs, self.statics = self._static_inputs()
+        self.backend.synchronize(self.device)
+        with compiling_ahead(self.backend, runs=False):
+            with self.backend.stream(self.slot.stream):
+                seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
+            inputs, self.statics = self._static_inputs()
         self.backend.synchronize(self.device)
         with self.backend.stream(self.slot.stream):
-            seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
             for i in range(num_warmup_iters):
-                self._warm_up(is_last=i == num_warmup_iters - 1)
+                self._warm_up(is_first=i == 0, is_last=i == num_warmup_iters - 1)
         self.backend.synchronize(self.device)
         pair = self._forward(inputs, seen)
         self.backend.synchronize(self.device)
@@ -217,12 +222,16 @@ class _Recording:
         tokens, seqs = self.tier.tokens, self.tier.seqs
         return tokens - 16 if tokens > 16 else tokens + 16, seqs - 1 if seqs > 1 else seqs + 1
 
-    @torch.no_grad()
     def _shapes_at_other_sizes(self) -> list[torch.Size]:
-        """Output shapes for an input of other sizes (zeros, no active row), which tell the varying dims of outputs."""
+        """Output shapes for an input of other sizes (zeros, no active row), which tell the varying dims of outputs.
+
+        It requires the gradients that the call does: the block's kernels for that are compiled, and no others.
+        """
         tokens, seqs = self._other_sizes()
         tensors = [torch.zeros(leaf.shape(tokens, seqs), dtype=tensor.dtype, device=self.device)
                    for leaf, tensor in zip(self.layout.leaves, self.call.leaves, strict=True)]
+        for i in self.mode.grad_leaves:
+            tensors[i].requires_grad_()
         out = self.graphed.call_block(self.mode, tensors, tokens)
         return [t.shape for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
 
@@ -230,10 +239,11 @@ class _Recording:
         return [output_roles(f"output {i}", shape, self.tier, other, self._other_sizes())
                 for i, (shape, other) in enumerate(zip(shapes, seen, strict=True))]
 
-    def _warm_up(self, is_last: bool) -> None:
+    def _warm_up(self, is_first: bool, is_last: bool) -> None:
         """One eager run; in the last one a host sync is found before it could break the capture."""
         with self.backend.syncs_refused() if is_last else nullcontext():
-            out = self._call_block()
+            with compiling_ahead(self.backend) if is_first else nullcontext():
+                out = self._call_block()
             outs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
             if outs and self.mode.needs_grad:
                 self._gradients(outs, [torch.zeros_like(t) for t in outs])
@@ -243,7 +253,7 @@ class _Recording:
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
         with without_autocast(self.device.type), _recomputation_refused(self.graphed.block):
-            return torch.autograd.grad(outs, wanted, grads, allow_unused=True)
+            return _engine_run_backward(tuple(outs), tuple(grads), False, False, tuple(wanted), True, accumulate_grad=False)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         """What the block reads by a reference of its own would get no gradient from a replay, or too small a one."""
@@ -275,7 +285,7 @@ class _Recording:
 
     def _share_memory(self, pair: Pair) -> None:
         """Lets later captures in the pool write what only this pair's graphs write, since one replay at a time has the slot."""
-        gc.collect()  # what Python's garbage holds of the captured run would not be shared
+        gc.collect(0)  # what garbage holds of the captured run would not be shared; it is young, as nothing was collected
         count = len(pair.static_outputs) if pair.copy_outputs else 0
         tensors = [*pair.static_outputs[:count], *(grad for _, grad in pair.input_grads), *pair.param_grads]
         shared = iter(self.backend.unowned(tensors))

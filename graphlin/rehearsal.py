@@ -185,6 +185,9 @@ class _Stage:
     def syncs_refused(self) -> nullcontext:
         return nullcontext()
 
+    def compiling(self) -> nullcontext:
+        return nullcontext()
+
     def is_capturing(self) -> bool:
         return False
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from graphlin.backends import Graph
 from graphlin.errors import ReplayError
 from graphlin.packing import Leaf, Output
+
+_version = attrgetter("_version")
 
 
 class Copy(Protocol):
@@ -29,6 +32,17 @@ class Delivery:
 
     index: int
     leaf: Leaf
+
+    def memory(self, static: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Uninitialised memory for `tokens` rows of the output, contiguous; with strides it costs the host less than without."""
+        before, after, row, strides = self._form
+        return static.new_empty_strided(before + (tokens,) + after, (row * (tokens or 1),) * len(before) + strides)
+
+    @cached_property
+    def _form(self) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
+        """Sizes around the dim of rows (those before it are 1, or no graph could deliver), and strides from that dim on."""
+        strides = torch.empty((1, *self.leaf.after), device="meta").stride()
+        return self.leaf.before, self.leaf.after, strides[0], strides
 
 
 @dataclass
@@ -71,18 +85,20 @@ class Pair:
         Before every replay, since a graph that is told nothing new delivers to where it did before.
         """
         cu = None if self.cu is None else leaves[self.cu].contiguous()
-        offset = 0 if fresh is None else fresh.data_ptr() - self.static_outputs[self.delivery.index].data_ptr()
+        offset = 0 if fresh is None else fresh.data_ptr() - self._delivered_from
         for index, copy, static_cu in self.inputs:
             copy(leaves[index], cu, static_cu, offset)
 
     def play(self, leaves: Sequence[torch.Tensor], tokens: int, seqs: int,
              batch: tuple[int, int] | None) -> list[torch.Tensor]:
         """One forward: copy in, replay, copy out what the graph has not delivered."""
-        self._refuse_if_closed()
-        fresh = self.fresh(tokens, seqs)
+        if self.closed:
+            raise _reset_during_call()
+        fresh = self.fresh(tokens)
         self.copy_in(leaves, fresh)
         self.forward.replay()
-        self._refuse_if_closed()
+        if self.closed:
+            raise _reset_during_call()
         outs = [fresh] * len(self.outputs)
         for i in self._taken:
             outs[i] = self.outputs[i].take(self.static_outputs[i], tokens, seqs, batch, self.copy_outputs)
@@ -90,26 +106,30 @@ class Pair:
             outs[self.delivery.index] = self.outputs[self.delivery.index].batched(fresh, batch)
         return outs
 
-    def _refuse_if_closed(self) -> None:
-        if self.closed:
-            raise ReplayError("the captured block was reset or refreshed by another thread during this call, so that there is no "
-                              "result; call it again, and reset or refresh it between calls")
+    @cached_property
+    def _delivered_from(self) -> int:
+        """Where the graph has its own copy of what it delivers."""
+        return self.static_outputs[self.delivery.index].data_ptr()
 
     @cached_property
     def _taken(self) -> list[int]:
         """The outputs that are copied or viewed after the replay."""
         return [i for i in range(len(self.outputs)) if self.delivery is None or i != self.delivery.index]
 
-    def fresh(self, tokens: int, seqs: int) -> torch.Tensor | None:
+    @cached_property
+    def constant_outputs(self) -> list[int]:
+        """The outputs that take no gradient."""
+        return [i for i, output in enumerate(self.outputs) if not output.differentiable]
+
+    def fresh(self, tokens: int) -> torch.Tensor | None:
         """Memory of the call's own for what the graph delivers."""
         if (delivery := self.delivery) is None:
             return None
-        static, leaf = self.static_outputs[delivery.index], delivery.leaf
-        return static.new_empty(leaf.shape(tokens, seqs))
+        return delivery.memory(self.static_outputs[delivery.index], tokens)
 
     def version(self) -> int:
         """Grows whenever something that the backward reads is written in place."""
-        return sum([t._version for t in self.reads])
+        return sum(map(_version, self.reads))
 
     def copies_of_param_grads(self) -> list[torch.Tensor | None]:
         """The parameters' gradients in memory of their own, which accumulation takes over where there was no gradient.
@@ -138,6 +158,11 @@ class Pair:
         self.forward.reset()
         if self.backward is not None:
             self.backward.reset()
+
+
+def _reset_during_call() -> ReplayError:
+    return ReplayError("the captured block was reset or refreshed by another thread during this call, so that there is no "
+                       "result; call it again, and reset or refresh it between calls")
 
 
 class Run:
@@ -207,7 +232,7 @@ class Run:
 def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Replays a forward so that its backward will be replayed too; `tensors` are all that require grad."""
     try:
-        return _Replay.apply(run, *tensors)
+        return _apply(run, *tensors)
     except BaseException:
         run.release()
         raise
@@ -219,10 +244,15 @@ class _Replay(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outs = run.forward()
-        ctx.mark_non_differentiable(*[out for out, output in zip(outs, run.pair.outputs, strict=True)
-                                      if not output.differentiable])
+        if constants := run.pair.constant_outputs:
+            ctx.mark_non_differentiable(*[outs[i] for i in constants])
         return tuple(outs)
 
     @staticmethod
     def backward(ctx, *grads):
         return None, *ctx.run.backward(grads)
+
+
+# Function.apply by itself asks of each tensor whether a transform of torch.func left it behind, which costs the host as much as
+# all the rest of it. The parameters of a block are no such tensors, and a call's own are copied by address: they can't be either.
+_apply = super(torch.autograd.Function, _Replay).apply

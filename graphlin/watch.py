@@ -1,6 +1,5 @@
 """Whether a block is still what its graphs were captured from."""
 
-import operator
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.modules import module as nn_module
 
 from graphlin.errors import StaleAddress
 
+_data_ptr = torch.Tensor.data_ptr
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -26,6 +26,12 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...
     return tensor.dtype, tensor.size(), tensor.stride()
 
 
+def _may_equal_another(value: torch.Tensor | None) -> bool:
+    """Whether `==` may tell another tensor for the same: of ordinary ones with several elements it makes several truths, or an
+    error where their shapes do not fit, and Python takes several truths for an error too."""
+    return isinstance(value, torch.Tensor) and (value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter))
+
+
 class Watch:
     """Where a block's submodules, parameters, buffers and hooks lay, and as what, when its graphs were captured."""
 
@@ -38,9 +44,10 @@ class Watch:
         self._parts = [owner for _, owner in parts if owner]               # compared by identity, as what they hold is
         self._parts_then = [owner.copy() for owner in self._parts]
         self._filled = [owner for _, owner in owners if owner]
-        self._counts = [len(owner) for owner in self._filled]
+        self._filled_then = [owner.copy() for owner in self._filled]
         entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners for name, value in owner.items()]
-        self._owners, self._names, self._values, self._paths = zip(*entries, strict=True) if entries else ((),) * 4
+        self._entries = entries
+        self._alike = [(owner, name, value) for owner, name, value, _ in entries if _may_equal_another(value)]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._forms = list(map(_form, self._tensors))                      # a cast there and back may end at the same address
@@ -52,21 +59,32 @@ class Watch:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (not any(self._empty)
                 and self._parts == self._parts_then
-                and list(map(len, self._filled)) == self._counts
-                and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and self._has_forms())
+                and self._has_tensors()
+                and list(map(_data_ptr, self._tensors)) == self._addresses
+                and (self._guards.check(*self._tensors) or self._has_forms()))
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
 
+    def _has_tensors(self) -> bool:
+        """Whether the modules hold the very tensors, under the same names, and no others.
+
+        Dicts take what is identical for equal, which is quicker than to ask of each tensor. What is not they compare, and of that
+        `==` of tensors makes an error, but for those that are asked one by one.
+        """
+        try:
+            same = self._filled == self._filled_then
+        except RuntimeError:
+            return False
+        return same and all(owner[name] is value for owner, name, value in self._alike)
+
     def _has_forms(self) -> bool:
         """Whether dtypes, sizes and strides are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
         autocast and inference mode, which are no concern here: their no is only a maybe."""
-        return self._guards.check(*self._tensors) or list(map(_form, self._tensors)) == self._forms
+        return list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:
-        for owner, name, value, path in zip(self._owners, self._names, self._values, self._paths, strict=True):
+        for owner, name, value, path in self._entries:
             if owner.get(name) is not value:
                 return path
             if isinstance(value, torch.Tensor) and value.data_ptr() not in self._addresses:

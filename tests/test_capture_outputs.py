@@ -128,16 +128,21 @@ def test_verify_notices_what_was_not_delivered(device):
 
 
 @torch.no_grad()
-def test_an_output_that_is_the_input_has_eager_strides_in_a_smaller_tier(device):
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (1, 8)])
+def test_outputs_have_eager_strides_in_tiers_of_any_size(device, sizes):
     class Same(nn.Module):
         def forward(self, x, cu_seqlens):
             return x
 
-    graphed = capture(Same().to(device), [TIER, Tier(8, 4)])
-    x, cu = pack((5, 3), device)
-    y = graphed(x, cu)
-    assert torch.equal(y, x) and y.stride() == x.stride() and delivers(graphed, 0)
-    captured(graphed, 1)
+    graphed = capture(Same().to(device), [TIER, Tier(8, 4), Tier(1, 1)])
+    packs = [((5, 3), 8), ((5, 4), 9), ((0, 0), 0), ((1,), 1)]
+    for lengths, tokens in packs:
+        _, cu = pack(lengths, device)
+        x = torch.randn(1, tokens, *sizes, device=device)
+        y = graphed(x, cu)
+        assert torch.equal(y, x) and y.stride() == x.stride() and y.is_contiguous()
+    assert delivers(graphed, 0)
+    captured(graphed, len(packs))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """What graphlin asks of a device: run kernels, record a graph, replay it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ def block_size(size: int, largest: int) -> int:
     """
     return min(largest, max(16, 1 << (size - 1).bit_length()))
 
+
+# Begins to compile what `launch` of a kernel would run: takes its arguments, constexprs and record.
+CompileAhead = Callable[[Any, tuple, Mapping[str, Any], LaunchRecord], None]
 
 # A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on.
 Prepared = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], None]
@@ -100,6 +103,11 @@ class GraphBackend(Protocol):
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""
+
+    def compiling(self) -> AbstractContextManager[CompileAhead | None]:
+        """Around the first run of a block: what is compiled inside by the function that this yields is compiled when it ends,
+        and a launch inside waits for its own kernel alone. None, the default, from a device that compiles one after the other."""
+        return nullcontext()
 
     def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> Prepared:
         """What launches a kernel again and again at less cost for the host, with `fixed` as its last arguments. A backend that

@@ -44,11 +44,15 @@ def _seconds_of_process(kind: LayerKind, setting: Setting, cache: str) -> float:
 
 
 def first_replay(kind: LayerKind, device: torch.device, shape: Shape, sizes: Sizes) -> float:
-    """Seconds from now until a new layer's first captured forward and backward has run."""
+    """Seconds from now until a new layer's first captured forward and backward has run, from a loss as in training.
+
+    A gradient handed to the backward, in the loss's place, lets PyTorch import SymPy to check its shape.
+    """
     start = perf_counter()
     layer = kind.build(sizes, device)
     graphed = graphlin.capture(layer, graphlin.Tier(*shape), fallback="raise")
-    LayerCall(layer, *shape, sizes, device).work(graphed, BOTH)()
+    call = LayerCall(layer, *shape, sizes, device)
+    graphed(call.hidden, cu_seqlens=call.cu_seqlens).sum().backward()
     get_backend(device).synchronize(device)
     if graphed.stats.replays != 1 or graphed.stats.backward_replays != 1:
         raise RuntimeError(f"expected one replay forward and one backward, found {graphed.stats}")

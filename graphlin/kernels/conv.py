@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from graphlin.kernels.activations import sigmoid
 from graphlin.kernels.common import active_rows, chunk, chunk_count, row_mask, sequence, zero_rows
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
 MAX_WIDTH = 8
-MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 ZERO_BLOCK = tl.constexpr(1024)
 
 
@@ -61,14 +61,6 @@ def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BR: tl.co
         m = row_mask((o_s >= 0) & (o_s < W), o_d, D, BD)
         b_h = tl.load(p + o_d[None, :] * W + o_s[:, None], mask=m, other=0.).to(tl.float32)
     return b_h
-
-
-@triton.jit
-def sigmoid(b_z):
-    """`1 / (1 + exp(-z))`, below 1e-38 where the bound on the exponent keeps it from overflow. The squared reciprocal
-    root takes two instructions where a division takes five."""
-    b_r = tl.rsqrt(1.0 + tl.exp2(tl.minimum(b_z * MINUS_LOG2_E, 127.0)))
-    return b_r * b_r
 
 
 # ------------------------------------------------------------------------------------------------ forward

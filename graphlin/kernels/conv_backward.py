@@ -8,18 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from graphlin.kernels.activations import sigmoid, silu_slope
 from graphlin.kernels.common import active_rows, chunk, chunk_count, row_mask, sequence, zero_rows
-from graphlin.kernels.conv import ZERO_BLOCK, conv_programs, load_bias, load_columns, load_slots, sigmoid, tap
+from graphlin.kernels.conv import ZERO_BLOCK, conv_programs, load_bias, load_columns, load_slots, tap
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials_into
-
-
-@triton.jit
-def _silu_gradient(b_z):
-    """`s + s z (1 - s)` with s the sigmoid of z."""
-    b_s = sigmoid(b_z)
-    return tl.fma(b_s, tl.fma(b_z * -1.0, b_s, b_z), b_s)
 
 
 @triton.jit
@@ -186,7 +180,7 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
             dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
             if SILU:
                 b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
-                d_0 = tl.fma(d_0, _silu_gradient(b_z), zero)
+                d_0 = tl.fma(d_0, silu_slope(b_z, sigmoid(b_z)), zero)
             b_dx = _weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
             i_o = i_r - (W - 1)
             if DFINAL:
@@ -241,7 +235,7 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
                 else:
                     b_x = tl.load(initial_state + (p_h + W + i_p - j) + o_d * W, mask=m, other=0.).to(tl.float32)
                 b_z = tl.fma(tap(b_w, j, W, BW), b_x, b_z)
-            b_dz *= _silu_gradient(b_z)
+            b_dz *= silu_slope(b_z, sigmoid(b_z))
         if ROWWISE:                         # a load from before the tensor, even if masked, is refused
             b_v = tl.zeros([BD, BW], dtype=tl.float32)
             for i_w in range(0, W):

@@ -215,6 +215,16 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
         _store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
 
 
+@triton.jit
+def _has_work(cu, i_n, T, STATES: tl.constexpr, VARLEN: tl.constexpr):
+    """Whether a sequence has rows, or at least a state to hand on. An empty loop is not free: its loads ahead are set up."""
+    work = True
+    if VARLEN and not STATES:
+        _, n = sequence(cu, i_n, T, VARLEN)
+        work = n > 0
+    return work
+
+
 @triton.jit(do_not_specialize=["N", "T", "NS"])
 def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
@@ -227,7 +237,7 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
         for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
             _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, H,
                         HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
-    else:
+    elif _has_work(cu, tl.program_id(0) // (HV * NV), T, STORE_HT, VARLEN):
         _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
                     T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS,
                     STAGES)
@@ -241,14 +251,20 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
                           PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr,
-                          STAGES: tl.constexpr):
+                          INTERLEAVED: tl.constexpr, STAGES: tl.constexpr):
     """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
-    program each or, PERSISTENT, grid-stride in each half of the programs."""
+    program each or, PERSISTENT, grid-stride in each half of the programs. INTERLEAVED: the halves are the even and the odd
+    programs, so that no recurrence waits for programs of empty sequences."""
     NV: tl.constexpr = (V + BV - 1) // BV
     half = tl.num_programs(0) // 2
-    i_p = tl.program_id(0) % half
+    if INTERLEAVED:
+        i_p = tl.program_id(0) // 2
+        backward = tl.program_id(0) % 2 == 0
+    else:
+        i_p = tl.program_id(0) % half
+        backward = tl.program_id(0) < half
     if PERSISTENT:
-        if tl.program_id(0) < half:
+        if backward:
             for i_task in range(i_p, N * (HV * NV), half):
                 _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, H, HV,
                                K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
@@ -256,10 +272,11 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
             for i_task in range(i_p, N * (HV * NV), half):
                 _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS, H, HV,
                             K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
-    elif tl.program_id(0) < half:
-        _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
-                       BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
-    else:
+    elif backward:
+        if _has_work(cu, i_p // (HV * NV), T, STORE_DH0, VARLEN):
+            _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
+                           BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+    elif _has_work(cu, i_p // (HV * NV), T, False, VARLEN):
         _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
                     BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     if VARLEN:

@@ -5,19 +5,23 @@ from typing import Any
 import torch
 
 from graphlin.backends import LaunchRecord, Prepared, get_backend
+from graphlin.kernels.ahead import played
 
 
 def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexprs: Any) -> None:
     """Launches `grid` programs of a kernel on the device of its first tensor argument; an empty grid launches nothing.
 
     Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too. Tensors without
-    memory (fake ones, with which captures are priced, or of the meta device) have shapes alone, so nothing is launched.
+    memory (fake ones, with which captures are priced, or of the meta device) have shapes alone, so nothing is launched; nor is
+    it where an op is played for its launches (`ahead`), which are compiled.
     """
     if grid == 0:
         return
     for tensor in args:
         if isinstance(tensor, torch.Tensor):
-            if _has_memory(tensor):
+            if (compile_ahead := played.get()) is not None:
+                compile_ahead(kernel, args, constexprs, record)
+            elif _has_memory(tensor):
                 get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
             return
 

@@ -6,30 +6,43 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from graphlin.ops.gated_rms_norm import check_options, gated_rms_norm
+
+Activation = str | Callable[[torch.Tensor], torch.Tensor]
+
+_NAMES = {F.silu: "silu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid"}
+
 
 class GatedRMSNorm(nn.Module):
     """`rms_norm(x) * weight * activation(gate)` over the last dimension; without a gate plain RMS normalisation.
 
-    Shapes: x and gate `[..., size]`, weight `[size]`; the result has x's shape and dtype. Formula: Zhang and Sennrich,
-    arXiv 1910.07467, with the output gate of Gated DeltaNet (silu, arXiv 2412.06464) or Kimi Linear (sigmoid,
-    arXiv 2510.26692).
+    Shapes: x and gate `[..., size]`, weight `[size]`; the result has x's shape and dtype. It is `graphlin.gated_rms_norm`,
+    one launch, which takes what that takes.
+
+    Args:
+        size: width of the last dimension, from 1 to 4096.
+        eps: added to the mean square; positive. Default: 1e-5.
+        activation: "silu" or "sigmoid", or `torch.nn.functional.silu` or `torch.sigmoid` themselves. Default: silu.
+
+    Raises ValueError for another eps or activation.
 
     >>> norm = GatedRMSNorm(64)
     >>> y = norm(x, gate)
     """
 
-    def __init__(self, size: int, eps: float = 1e-5,
-                 activation: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> None:
+    def __init__(self, size: int, eps: float = 1e-5, activation: Activation = F.silu) -> None:
         super().__init__()
+        check_options(eps, _NAMES.get(activation, activation))
         self.eps = eps
         self.activation = activation
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        if gate is not None:
-            y = y * self.activation(gate.float())
-        return y.to(x.dtype)
+        return gated_rms_norm(x, self.weight, gate, self.eps, self._activation_name)
+
+    @property
+    def _activation_name(self) -> str:
+        return _NAMES.get(self.activation, self.activation)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, {self.activation.__name__}"
+        return f"{self.weight.numel()}, eps={self.eps}, {self._activation_name}"

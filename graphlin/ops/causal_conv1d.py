@@ -1,7 +1,10 @@
 """Short causal convolution as a differentiable op."""
 
+from functools import partial
+
 import torch
 
+from graphlin.kernels.ahead import apply
 from graphlin.kernels.conv import MAX_WIDTH, run_conv_forward
 from graphlin.kernels.conv_backward import run_conv_backward
 from graphlin.kernels.packing import Packing
@@ -67,7 +70,8 @@ def causal_conv1d(
         check_tensor("initial_state", initial_state, shape=(packing.N, *weight.shape), like=x)
     packing, rows, added = with_a_row(cp_context, packing, x, residual)
     tensors = [None if t is None else t.contiguous() for t in (rows, weight, bias, added, initial_state)]
-    y, final_state = CausalConv1d.apply(*tensors, bool(output_final_state), activation is not None, packing, cp_context)
+    run = partial(apply, CausalConv1d) if cp_context is None else CausalConv1d.apply
+    y, final_state = run(*tensors, bool(output_final_state), activation is not None, packing, cp_context)
     return y if x.shape[1] else y[:, :0], final_state
 
 

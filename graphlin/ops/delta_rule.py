@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 
 import torch
 
+from graphlin.kernels.ahead import apply
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.delta_recurrence import run_recurrence, run_two_recurrences
 from graphlin.kernels.packing import Packing
@@ -137,7 +139,8 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
     packing, *rows = with_a_row(call.parts, call.packing, q, k, v, g, beta)
     tensors = *[x.contiguous() for x in rows], A_log, dt_bias, initial_state
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    o, final_state = DeltaRule.apply(*tensors, replace(call, packing=packing, needs_grad=needs_grad))
+    run = partial(apply, DeltaRule) if call.parts is None else DeltaRule.apply
+    o, final_state = run(*tensors, replace(call, packing=packing, needs_grad=needs_grad))
     return o if tokens else o[:, :0], final_state
 
 

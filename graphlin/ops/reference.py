@@ -242,3 +242,22 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
         y = y + residual[:, :y.shape[1]]
     y = F.pad(y, (0, 0, 0, tokens - y.shape[1]))
     return y, torch.stack(states) if output_final_state else None
+
+
+def gated_rms_norm_reference(x: Tensor, weight: Tensor, gate: Tensor | None = None, eps: float = 1e-5,
+                             activation: str = "silu") -> Tensor:
+    """RMS normalisation over the last dimension (Zhang and Sennrich, arXiv:1910.07467), times the activation of a gate.
+
+        y = x / sqrt(mean(x^2) + eps) * weight * act(gate)
+
+    Arguments are those of `gated_rms_norm`: x, gate `[..., D]`, weight `[D]`, activation "silu", "swish" or "sigmoid".
+    Arithmetic and result are float64 for float64 inputs and float32 otherwise.
+
+    >>> y = gated_rms_norm_reference(x, weight, gate)
+    """
+    x = _compute(x)
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * _compute(weight)
+    if gate is None:
+        return y
+    gate = _compute(gate)
+    return y * (gate.sigmoid() if activation == "sigmoid" else F.silu(gate))

@@ -17,8 +17,8 @@ from graphlin.verify import verify
 from tests.blocks import Mixer, captured, pack
 
 MEMBERS = {"is_available", "new_pool", "pool_bytes", "pool_model", "unowned", "side_stream", "stream", "synchronize",
-           "syncs_refused", "is_capturing", "capture", "arch", "num_cores", "launch_record", "launch", "prepare",
-           "count_launches"}
+           "syncs_refused", "is_capturing", "capture", "arch", "num_cores", "launch_record", "launch", "compiling",
+           "prepare", "count_launches"}
 
 
 class Outsider:

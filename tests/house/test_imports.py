@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "graphlin.turn": BASE,
     "graphlin.modes": CAPTURE,
     "graphlin.refusals": {*BASE, "graphlin.watch"},
-    "graphlin.recording": CAPTURE,
+    "graphlin.recording": {*CAPTURE, "graphlin.kernels.ahead"},
     "graphlin.capture": CAPTURE,
     "graphlin.graphed": {*CAPTURE, "graphlin.kernels.chunk_table"},
     "graphlin.rehearsal": CAPTURE,

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from graphlin.layers import GatedDeltaNet, gated_delta_net, short_convolution
-from graphlin.ops.reference import causal_conv1d_reference, gated_delta_rule_reference
+from graphlin.layers import GatedDeltaNet, gated_delta_net, norm, short_convolution
+from graphlin.ops.reference import causal_conv1d_reference, gated_delta_rule_reference, gated_rms_norm_reference
 from tests.host_sync import no_host_sync
 from tests.inputs import cu_of
 from tests.tolerances import assert_close_rms
@@ -42,6 +42,7 @@ def test_wide_heads_in_a_layer_of_odd_width(device, monkeypatch, hidden_size, he
     found = gradients(y, hidden, layer)
     monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", without_chunks(gated_delta_rule_reference))
     monkeypatch.setattr(short_convolution, "causal_conv1d", without_chunks(causal_conv1d_reference))
+    monkeypatch.setattr(norm, "gated_rms_norm", gated_rms_norm_reference)
     judge, hidden64 = copy.deepcopy(layer).double(), hidden.detach().double().requires_grad_()
     expected = judge(hidden64, cu)
     assert_close_rms("o", y, expected, torch.float32)

@@ -13,7 +13,7 @@ from tests.inputs import GDN, cu_of, gdn_inputs, gdn_upstream, run
 from tests.ops.op_cases import OP_CASES, assert_bitwise
 from tests.ops.standard_check import standard_check
 
-FORMS = ("ROWWISE", "DOT_BLOCKS", "PERSISTENT", "COPY_LHS", "REV_SCAN", "PAIRWISE", "UNROLLED", "SPLIT")
+FORMS = ("ROWWISE", "DOT_BLOCKS", "PERSISTENT", "INTERLEAVED", "COPY_LHS", "REV_SCAN", "PAIRWISE", "UNROLLED", "SPLIT")
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from graphlin.backends.cuda import graph as cuda_graph
+from graphlin.backends.cuda.ahead import compiling
 from graphlin.backends.cuda.launch import PreparedLaunch, run_compiled
 from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.interpreter import is_interpreting
 from graphlin.backends.memory import without_ownership
-from graphlin.backends.protocol import LaunchRecord
+from graphlin.backends.protocol import CompileAhead, LaunchRecord
 
 # Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -76,6 +77,9 @@ class CudaBackend:
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)
+
+    def compiling(self) -> AbstractContextManager[CompileAhead | None]:
+        return compiling()
 
     def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any],
                 record: LaunchRecord) -> PreparedLaunch:

@@ -1,7 +1,7 @@
 """Launches compiled Triton kernels on the current CUDA stream."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,19 @@ from graphlin.backends.protocol import LaunchRecord
 
 def run_compiled(kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> Any:
     """Launches on the device of the first tensor, which Triton does not choose by itself; returns the compiled kernel."""
-    index = next(a.get_device() for a in args if isinstance(a, torch.Tensor))
-    with nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index):
+    with _device_of(args):
         return kernel[(grid,)](*args, **constexprs, **record.tiles, num_warps=record.num_warps, num_stages=record.num_stages)
+
+
+def compile_only(kernel: Any, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
+    """Lets Triton compile, or load, what `run_compiled` would launch; under its AsyncCompileMode it waits for nothing."""
+    with _device_of(args):
+        kernel.warmup(*args, grid=(1,), **constexprs, **record.tiles, num_warps=record.num_warps, num_stages=record.num_stages)
+
+
+def _device_of(args: tuple) -> AbstractContextManager:
+    index = next(a.get_device() for a in args if isinstance(a, torch.Tensor))
+    return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 class PreparedLaunch:
@@ -37,7 +47,7 @@ class PreparedLaunch:
         pointers, form = [], []
         for tensor in tensors:
             pointers.append(pointer := 0 if tensor is None else tensor.data_ptr())
-            form += (None, 0) if tensor is None else (tensor.dtype, pointer % 16)
+            form.append(None if tensor is None else (tensor.dtype, pointer % 16))
         compiled = self._forms.get(form := tuple(form))
         if compiled is None or torch._C._cuda_getDevice() != self._index or _is_watched():
             self._run_by_triton(form, (*tensors, *integers, *self._fixed))

@@ -48,6 +48,11 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=64, PERSISTENT=False), num_stages=3)
 
 
+def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    record = _long_recurrence(arch, K, V, R, dtype)
+    return replace(record, tiles=dict(record.tiles, INTERLEAVED=True))
+
+
 def _pairs(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     if dtype == torch.float32 or arch != "sm_90":
         columns = 16 if arch == "sm_80" else 32
@@ -109,6 +114,25 @@ def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> Lau
                         num_warps=1 if K <= 4 and dtype.itemsize == 2 else 2, waves=16)
 
 
+def _norm_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Whole rows, 16 values of one a thread."""
+    BD = block_size(V, 4096)
+    return LaunchRecord(dict(BR=max(1, 2048 // BD), BD=BD), num_warps=max(4, BD // 512), waves=16)
+
+
+def _norm_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Partial sums over so many rows that they are little beside x, and so few that a short batch still has many tasks."""
+    BD = block_size(V, 4096)
+    return LaunchRecord(dict(ROWS=max(16, 8192 // BD), BR=max(1, 2048 // BD), BD=BD), num_warps=max(4, BD // 512), waves=16)
+
+
+def _sum(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Few columns are few programs, each of which has many rows on their way at once: the norm has thousands of partial sums."""
+    if V <= 512:
+        return LaunchRecord(dict(BR=1024, BX=8), num_warps=8)
+    return LaunchRecord(dict(BR=16, BX=32), num_warps=1)
+
+
 _RECORDS = {
     "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
     "chunk_local_cumsum": lambda arch, K, V, R, dtype: LaunchRecord(dict(BX=64)),
@@ -116,9 +140,11 @@ _RECORDS = {
     "deliver_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=8192), waves=8),
     "conv_forward": _conv_forward,
     "conv_backward": _conv_backward,
+    "norm_forward": _norm_forward,
+    "norm_backward": _norm_backward,
     "gdn_prep": _prep,
     "delta_recurrence": _long_recurrence,
-    "delta_two_recurrences": _long_recurrence,
+    "delta_two_recurrences": _two_recurrences,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,
     "gdn_pair_gradients": _pairs,
@@ -128,7 +154,7 @@ _RECORDS = {
     "kda_inter_gradients": _kda_inter,
     "kda_intra_gradients": _kda_intra,
     "kda_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(BD=block_size(K, 128)), num_warps=8, waves=8),
-    "sum_chunks": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=16, BX=32), num_warps=1),
+    "sum_chunks": _sum,
 }
 
 

@@ -98,6 +98,7 @@ class HostBackend:
                              f"{blame(traceback.extract_stack())}. Run the block once with the same shapes and options "
                              "before capturing (num_warmup_iters of at least 1).")
 
+    compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:

@@ -60,6 +60,7 @@ class MetaBackend:
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         return None
 
+    compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:

@@ -93,6 +93,7 @@ class NpuBackend:
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         run_compiled(kernel, grid, args, constexprs, record)
 
+    compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
 
     def count_launches(self, events: Sequence[Any]) -> int:
