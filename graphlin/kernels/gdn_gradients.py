@@ -128,11 +128,11 @@ def _finish_head(g, A_log, dt_bias, G, b, pv, pk, psr, dg, dbeta, dgate, i_c, sl
         p_t = (i * NS + slot) * HV + i_hv
         p_k = pk + p_t * (SUM_ROWS * BT)
         b_w += tl.load(p_k + o_c)
+        b_a += tl.load(p_k + BT + o_c)
         if SPLIT:
-            b_a += tl.load(p_k + 2 * BT + o_c) - tl.load(p_k + BT + o_c)
+            b_a += tl.load(p_k + 2 * BT + o_c)
             b_sr += tl.sum(tl.load(psr + p_t * BK + tl.arange(0, BK)), 0)
         else:
-            b_a += tl.load(p_k + BT + o_c)
             b_sr += tl.load(psr + p_t)
         b_bw += tl.load(p_k + o_c - 1, mask=o_c >= 1, other=0.)
     b_db += b_w

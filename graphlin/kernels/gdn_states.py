@@ -153,24 +153,22 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
     b_sr = tl.zeros([8, BK // 8], dtype=tl.float32)
     for i in range(0, R * NV):
         i_v, i_hv, p, p_v, o_x, m_tv, o_s, m_s = _value_tile(i, i_h, slot, row, o_k, m_t, HV, R, K, V, BT, BK, BV)
+        p_t = (i_k * NS + slot) * HV + i_hv
         b_G = tl.load(G + p * BT + o_c)
         b_eg = tl.exp2(b_G)
         b_s = tl.load(St + p * (K * V) + o_s, mask=m_s, other=0.)                                        # [BV, BK]
-        b_w = tl.where(i_v > 0, b_w, 0.0)
         b_a = tl.where(i_v > 0, b_a, 0.0)
-        b_sr = tl.where(i_v > 0, b_sr, 0.0)
-        p_t = (i_k * NS + slot) * HV + i_hv
         if KEYS:
-            b_b = tl.load(b + p * BT + o_c)
             b_et = tl.exp2(tl.load(G + p * BT + BT - 1) - b_G)
+            b_b = tl.load(b + p * BT + o_c)
             b_r = tl.load(Rt + p * (K * V) + o_s, mask=m_s, other=0.)
-            b_sr += _thread_sums(b_s.to(tl.float32) * b_r.to(tl.float32))
+            b_sr = tl.where(i_v > 0, b_sr, 0.0) + _thread_sums(b_s.to(tl.float32) * b_r.to(tl.float32))
             b_x = tl.dot(tl.load(E + p_v + o_x, mask=m_tv, other=0.), b_r, input_precision=PREC)         # [BT, BK]
             b_dx += b_x * (b_et * b_b)[:, None]
-            b_w += tl.sum(b_k.to(tl.float32) * b_x, 1) * (b_rk * b_et)
+            b_w = tl.where(i_v > 0, b_w, 0.0) + _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_et)
             b_x = tl.dot(tl.load(dv + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
             b_dx -= b_x * b_eg[:, None]
-            b_a += tl.sum(b_k.to(tl.float32) * b_x, 1) * (b_rk * b_eg)
+            b_a -= _row_sums(b_k.to(tl.float32) * b_x, b_rk * b_eg)
             tl.store(pk + p_t * (3 * BT) + o_c, b_w)
             tl.store(pk + p_t * (3 * BT) + BT + o_c, b_a)
             p_sr = psr + p_t * BK + tl.arange(0, 8)[:, None] * (BK // 8) + tl.arange(0, BK // 8)[None, :]
@@ -178,7 +176,7 @@ def _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr
         else:
             b_x = tl.dot(tl.load(do + p_v + o_x, mask=m_tv, other=0.), b_s, input_precision=PREC)
             b_dx += b_x * (b_eg * scale)[:, None]
-            b_a += tl.sum(b_q.to(tl.float32) * b_x, 1) * (b_rq * b_eg * scale)
+            b_a += _row_sums(b_q.to(tl.float32) * b_x, b_rq * b_eg * scale)
             tl.store(pk + p_t * (3 * BT) + 2 * BT + o_c, b_a)
     p_w = (slot * H + i_h) * (2 * BT * NK * BK) + o_c[:, None] * (NK * BK) + o_k[None, :]
     if KEYS:
@@ -204,14 +202,14 @@ def gdn_state_gradients(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, 
         if live:
             if SPLIT:
                 i_pair = i_task // 2
-                i_hk = i_pair % (H * NK)
+                i_h, i_k = (i_pair // NK) % H, i_pair % NK
                 # The other of the two in the next round, so that every program has as much to do.
                 if (i_task + i_pair // tl.maximum(tl.num_programs(0) // 2, 1)) % 2 == 0:
-                    _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_hk // NK, i_hk % NK,
-                                 cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, True)
+                    _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS,
+                                 scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, True)
                 else:
-                    _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_hk // NK, i_hk % NK,
-                                 cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, False)
+                    _split_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, i_h, i_k, cu, T, NS,
+                                 scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC, False)
             else:
                 _state_chunk(q, k, do, E, dv, St, Rt, G, b, rq, rk, xw, dq, dk, dqk, pk, psr, i_n, i_t, (i_task // NK) % H,
                              i_task % NK, cu, T, NS, scale, H, HV, K, V, BT, BK, BV, L2, VARLEN, PREC)
