@@ -285,7 +285,7 @@ class _Recording:
 
     def _share_memory(self, pair: Pair) -> None:
         """Lets later captures in the pool write what only this pair's graphs write, since one replay at a time has the slot."""
-        gc.collect(0)  # what garbage holds of the captured run would not be shared; it is young, as nothing was collected
+        gc.collect()  # what Python's garbage holds of the captured run would not be shared
         count = len(pair.static_outputs) if pair.copy_outputs else 0
         tensors = [*pair.static_outputs[:count], *(grad for _, grad in pair.input_grads), *pair.param_grads]
         shared = iter(self.backend.unowned(tensors))
