@@ -22,14 +22,17 @@ def hooks_of(block: nn.Module) -> Iterator[tuple[str, dict]]:
         yield "all modules (torch.nn.modules.module.register_module_...)", getattr(nn_module, f"_global{name}")
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.dtype, tensor.size(), tensor.stride()
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def _may_equal_another(value: torch.Tensor | None) -> bool:
-    """Whether `==` may tell another tensor for the same: of ordinary ones with several elements it makes several truths, or an
-    error where their shapes do not fit, and Python takes several truths for an error too."""
-    return isinstance(value, torch.Tensor) and (value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter))
+def _may_equal_another(value: torch.Tensor | nn.Module | None) -> bool:
+    """Whether `==` may tell another one for the same: of ordinary tensors with several elements it makes several truths, or an
+    error where their shapes do not fit, and Python takes several truths for an error too. Modules it compares by identity,
+    but for those that define it."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter)
+    return type(value).__eq__ is not object.__eq__ and value is not None
 
 
 class Watch:
@@ -38,48 +41,49 @@ class Watch:
     def __init__(self, block: nn.Module) -> None:
         self.attributes = [vars(module) for module in block.modules()]  # `training` among them
         self.params = list(block.parameters())
-        parts = [(path, module._modules) for path, module in block.named_modules()] + list(hooks_of(block))
+        modules = [(path, module._modules) for path, module in block.named_modules()]
+        parts = modules + list(hooks_of(block))
         owners = [(path, owner) for path, module in block.named_modules() for owner in (module._parameters, module._buffers)]
         self._empty = [owner for _, owner in parts + owners if not owner]  # most of them are, and any() is quick
-        self._parts = [owner for _, owner in parts if owner]               # compared by identity, as what they hold is
+        self._parts = [owner for _, owner in parts if owner]
         self._parts_then = [owner.copy() for owner in self._parts]
         self._filled = [owner for _, owner in owners if owner]
         self._filled_then = [owner.copy() for owner in self._filled]
-        entries = [(owner, name, value, f"{path}.{name}".strip(".")) for path, owner in owners for name, value in owner.items()]
+        entries = [(owner, name, value, f"{path}.{name}".strip("."))
+                   for path, owner in modules + owners for name, value in owner.items()]
         self._entries = entries
         self._alike = [(owner, name, value) for owner, name, value, _ in entries if _may_equal_another(value)]
         self._tensors = [*self.params, *block.buffers()]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._forms = list(map(_form, self._tensors))                      # a cast there and back may end at the same address
-        self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=[list(size) for _, size, _ in self._forms],
-                                    dynamic_dims_strides=[list(stride) for _, _, stride in self._forms])
+        self._guards = TensorGuards(*self._tensors, dynamic_dims_sizes=[list(t.size()) for t in self._tensors],
+                                    dynamic_dims_strides=[list(t.stride()) for t in self._tensors])
         self.num_addresses = len(self._addresses)
 
     def check(self) -> None:
         """Raises StaleAddress where a graph would read memory, or do work, that is no longer the block's."""
         same = (not any(self._empty)
-                and self._parts == self._parts_then
-                and self._has_tensors()
+                and self._has_entries()
                 and list(map(_data_ptr, self._tensors)) == self._addresses
                 and (self._guards.check(*self._tensors) or self._has_forms()))
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
                                "use the old one; call refresh() after changing a block (weights copied in place need nothing)")
 
-    def _has_tensors(self) -> bool:
-        """Whether the modules hold the very tensors, under the same names, and no others.
+    def _has_entries(self) -> bool:
+        """Whether the modules hold the very modules and tensors, under the same names, and no others.
 
-        Dicts take what is identical for equal, which is quicker than to ask of each tensor. What is not they compare, and of that
+        Dicts take what is identical for equal, which is quicker than to ask of each entry. What is not they compare, and of that
         `==` of tensors makes an error, but for those that are asked one by one.
         """
         try:
-            same = self._filled == self._filled_then
-        except RuntimeError:
+            same = self._parts == self._parts_then and self._filled == self._filled_then
+        except Exception:  # a class may define `==`, and raise what it likes
             return False
-        return same and all(owner[name] is value for owner, name, value in self._alike)
+        return same and all(owner.get(name) is value for owner, name, value in self._alike)
 
     def _has_forms(self) -> bool:
-        """Whether dtypes, sizes and strides are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
+        """Whether dtypes, sizes, strides and lazy signs are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
         autocast and inference mode, which are no concern here: their no is only a maybe."""
         return list(map(_form, self._tensors)) == self._forms
 

@@ -17,6 +17,24 @@ class Agreeing(torch.Tensor):
     __hash__ = torch.Tensor.__hash__
 
 
+class Refusing(nn.Parameter):
+    """Can't be compared."""
+
+    def __eq__(self, other):
+        raise TypeError("no such comparison")
+
+    __hash__ = torch.Tensor.__hash__
+
+
+class Configured(nn.Linear):
+    """Equals what is made in the same way."""
+
+    def __eq__(self, other):
+        return isinstance(other, Configured) and self.in_features == other.in_features
+
+    __hash__ = nn.Linear.__hash__
+
+
 class Holder(nn.Module):
     def __init__(self, shape, device):
         super().__init__()
@@ -64,6 +82,41 @@ def test_tensors_that_say_that_they_equal_all_are_noticed(device):
     watch.check()
     holder.inner.buffer = torch.ones(8, device=device).as_subclass(Agreeing)
     refuses(watch, "inner.buffer")
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_tensors_that_refuse_to_be_compared_are_noticed(device, is_old):
+    holder = Holder((8,), device)
+    pair = Refusing(torch.ones(8, device=device)), nn.Parameter(torch.ones(8, device=device))
+    holder.inner.first = pair[not is_old]
+    watch = Watch(holder)
+    watch.check()
+    holder.inner.first = pair[is_old]
+    refuses(watch, "inner.first")
+
+
+@pytest.mark.parametrize("new", [Configured(8, 8), None, nn.Module()], ids=["equal", "None", "another"])
+def test_a_module_in_place_of_one_that_says_that_it_equals_it_is_noticed(device, new):
+    holder = Holder((8,), device)
+    holder.inner.linear = Configured(8, 8)
+    watch = Watch(holder)
+    watch.check()
+    holder.inner.linear = new
+    refuses(watch, "inner.linear")
+
+
+def test_memory_that_is_read_with_another_sign_is_noticed(device):
+    holder = Holder((8,), device)
+    holder.complex, holder.negative = (nn.Parameter(torch.ones(8, dtype=dtype, device=device)) for dtype in
+                                       (torch.complex64, torch.float32))
+    watch = Watch(holder)
+    watch.check()
+    for name, other in (("complex", torch.conj), ("negative", torch._neg_view)):
+        tensor = getattr(holder, name)
+        tensor.data = other(tensor.data)
+        refuses(watch, "a submodule, parameter, buffer or hook of the block, or of all modules,")
+        tensor.data = other(tensor.data)
+        watch.check()
 
 
 def test_tensors_that_change_names_come_or_go_are_noticed(device):
