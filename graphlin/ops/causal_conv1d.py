@@ -9,6 +9,7 @@ from graphlin.kernels.conv import MAX_WIDTH, run_conv_forward
 from graphlin.kernels.conv_backward import run_conv_backward
 from graphlin.kernels.packing import Packing
 from graphlin.ops.chunks import resolve_packing
+from graphlin.ops.first_order import first_order
 from graphlin.ops.parts import Parts, resolve_parts, with_a_row
 from graphlin.ops.validation import check_tensor
 
@@ -92,7 +93,7 @@ class CausalConv1d(torch.autograd.Function):
         return y, final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, dy, dfinal):
         _, _, x, weight, bias, states = ctx.saved_tensors
         residual_dtype, state_dtype, silu, packing, parts = ctx.options

@@ -12,6 +12,7 @@ from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.delta_recurrence import run_recurrence, run_two_recurrences
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials
+from graphlin.ops.first_order import first_order
 from graphlin.ops.parts import Parts, with_a_row
 from graphlin.ops.validation import check_tensor, read_values
 
@@ -85,7 +86,7 @@ class DeltaRule(torch.autograd.Function):
         return o, ht if ht is None or call.parts is None else call.parts.at_end(ht)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, do, dht):
         _, _, q, k, v, g, beta, A_log, dt_bias, h0, *kept = ctx.saved_tensors
         call = ctx.call

@@ -4,6 +4,7 @@ import torch
 
 from graphlin.kernels.ahead import apply
 from graphlin.kernels.norm import MAX_SIZE, run_norm_backward, run_norm_forward
+from graphlin.ops.first_order import first_order
 from graphlin.ops.validation import check_tensor
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")
@@ -57,7 +58,7 @@ class GatedRMSNormFunction(torch.autograd.Function):
         return run_norm_forward(x, weight, gate, eps, silu),
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, dy):
         x, weight, gate = ctx.saved_tensors
         return *run_norm_backward(x, weight, gate, dy.contiguous(), *ctx.options, ctx.needs_input_grad[:3]), None, None
