@@ -83,8 +83,8 @@ class Watch:
         return same and all(owner.get(name) is value for owner, name, value in self._alike)
 
     def _has_forms(self) -> bool:
-        """Whether dtypes, sizes, strides and lazy signs are the same. The guards tell it in a tenth of the time, but also mind requires_grad,
-        autocast and inference mode, which are no concern here: their no is only a maybe."""
+        """Whether dtypes, sizes, strides and lazy signs are the same. The guards tell it in a tenth of the time, but also mind
+        requires_grad, autocast and inference mode, which are no concern here: their no is only a maybe."""
         return list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:

@@ -1,11 +1,12 @@
 """Gated RMS normalisation, computed in float32 whatever the module's dtype."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from graphlin.kernels.norm import MAX_SIZE
 from graphlin.ops.gated_rms_norm import check_options, gated_rms_norm
 
 Activation = str | Callable[[torch.Tensor], torch.Tensor]
@@ -24,7 +25,7 @@ class GatedRMSNorm(nn.Module):
         eps: added to the mean square; positive. Default: 1e-5.
         activation: "silu" or "sigmoid", or `torch.nn.functional.silu` or `torch.sigmoid` themselves. Default: silu.
 
-    Raises ValueError for another eps or activation.
+    Raises ValueError for another size, eps or activation.
 
     >>> norm = GatedRMSNorm(64)
     >>> y = norm(x, gate)
@@ -32,7 +33,9 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float = 1e-5, activation: Activation = F.silu) -> None:
         super().__init__()
-        check_options(eps, _NAMES.get(activation, activation))
+        if not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"size: expected an int between 1 and {MAX_SIZE}, found {size!r}")
+        check_options(eps, _NAMES.get(activation, activation) if isinstance(activation, Hashable) else activation)
         self.eps = eps
         self.activation = activation
         self.weight = nn.Parameter(torch.ones(size))

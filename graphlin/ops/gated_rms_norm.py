@@ -68,7 +68,8 @@ def check_options(eps: object, activation: object) -> None:
     """Raises TypeError or ValueError unless eps is positive in float32 and the activation one of the kernels'."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a Python number, found {type(eps).__name__}")
-    if not eps >= torch.finfo(torch.float32).tiny:
-        raise ValueError(f"eps: expected a positive number, without which rows of zeros have no result, found {eps}")
+    if not torch.finfo(torch.float32).tiny <= eps <= torch.finfo(torch.float32).max:
+        raise ValueError("eps: expected a positive number that float32 holds, without which rows of zeros have no result, "
+                         f"found {eps}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected 'silu', 'swish' or 'sigmoid', found {activation!r}")

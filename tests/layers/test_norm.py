@@ -29,7 +29,8 @@ def test_its_state_is_the_weight():
     assert {name: tuple(x.shape) for name, x in GatedRMSNorm(24).state_dict().items()} == {"weight": (24,)}
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, lambda x: x, "gelu", None], ids=["tanh", "own", "gelu", "None"])
+@pytest.mark.parametrize("activation", [torch.tanh, lambda x: x, "gelu", None, ["silu"]],
+                         ids=["tanh", "own", "gelu", "None", "list"])
 def test_another_activation_is_refused_at_construction(activation):
     with pytest.raises(ValueError, match="^activation: expected 'silu', 'swish' or 'sigmoid', found"):
         GatedRMSNorm(24, activation=activation)
@@ -38,3 +39,9 @@ def test_another_activation_is_refused_at_construction(activation):
 def test_a_wrong_eps_is_refused_at_construction():
     with pytest.raises(ValueError, match="^eps: expected a positive number"):
         GatedRMSNorm(24, eps=0.0)
+
+
+@pytest.mark.parametrize("size", [0, -1, 4097, 24.0, (24,), (2, 12)], ids=str)
+def test_a_wrong_size_is_refused_at_construction(size):
+    with pytest.raises(ValueError, match="^size: expected an int between 1 and 4096, found"):
+        GatedRMSNorm(size)
