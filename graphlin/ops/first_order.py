@@ -55,5 +55,5 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> NoReturn:
         raise GraphlinError("the gradients of graphlin's ops have no derivatives of their own, and this backward asks for one: a "
-                            "gradient was taken with create_graph=True (for a penalty on it, a Hessian) and differentiated. Detach "
-                            "it, or compute this part of the model with operations of PyTorch.")
+                            "gradient was taken with create_graph=True (for a penalty on it, a Hessian) and differentiated. "
+                            "Detach it, or compute this part of the model with operations of PyTorch.")

@@ -34,13 +34,13 @@ def test_every_op_refuses_and_first_gradients_are_the_same(case, device):
     drawn, cu = case.draw(sum(LENGTHS), len(LENGTHS), device), cu_of(LENGTHS, device)
     inputs = {name: x.requires_grad_() for name, x in drawn.items() if name not in ("do", "dht")}
     o, ht = case.op(**inputs, cu_seqlens=cu, output_final_state=True, **case.options)
-    grads = [torch.autograd.grad((o, ht), list(inputs.values()), (drawn["do"], drawn["dht"]), retain_graph=True, create_graph=create)
-             for create in (False, True)]
+    leaves, dy = list(inputs.values()), (drawn["do"], drawn["dht"])
+    grads = [torch.autograd.grad((o, ht), leaves, dy, retain_graph=True, create_graph=create) for create in (False, True)]
     first, again = (dict(zip(inputs, each, strict=True)) for each in grads)
     assert_bitwise({name: x.detach() for name, x in again.items()}, first, "with create_graph=True")
     for x in again.values():
         with pytest.raises(GraphlinError, match=REFUSED):
-            torch.autograd.grad(x.sum(), list(inputs.values()), retain_graph=True, allow_unused=True)
+            torch.autograd.grad(x.sum(), leaves, retain_graph=True, allow_unused=True)
 
 
 def test_under_activation_checkpointing_tensors_are_unpacked_once(device):
