@@ -250,6 +250,10 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
     if layout.tokens is None and layout.seqs is not None:
         raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
                          'name its dim with dims={"x": {1: "tokens"}}')
+    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
+        if leaf.role and leaf.role.dim >= tensor.dim():
+            raise ValueError(f"{leaf.name}: expected a tensor whose dim {leaf.role.dim} counts {leaf.role.kind}, found shape "
+                             f"{list(tensor.shape)}")
     shapes = [tensor.shape for tensor in tensors]
     tokens, seqs = layout.counts(shapes)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
@@ -387,9 +391,13 @@ def output_roles(name: str, shape: torch.Size, tier: Tier, other: torch.Size,
                  other_sizes: tuple[int, int]) -> tuple[Role, ...]:
     """Finds the varying dims of an output from its shapes at the tier and at other sizes.
 
-    Raises UnsupportedModule for a size that follows neither tokens nor sequences.
+    Raises UnsupportedModule for a size that follows neither tokens nor sequences, and where the dims are not as many.
     """
     roles = []
+    if len(shape) != len(other):
+        raise UnsupportedModule(f"{name} has shape {list(shape)} at {tier.tokens} tokens in {tier.seqs} sequences and "
+                                f"{list(other)} at {other_sizes[0]} in {other_sizes[1]}: expected as many dims. Return "
+                                "tensors of T rows or N rows from the block, whatever T is.")
     for dim, (size, seen) in enumerate(zip(shape, other, strict=True)):
         if size == seen:
             continue

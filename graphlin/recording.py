@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -175,12 +175,15 @@ class _Recording:
     def run(self, num_warmup_iters: int) -> Pair:
         pool, static = self._held_bytes()
         self.backend.synchronize(self.device)
-        with compiling_ahead(self.backend, runs=False):
-            with self.backend.stream(self.slot.stream):
-                seen = self._shapes_at_other_sizes() if self.layout.varies and self.mode.output_roles is None else None
+        varies, seen = self.layout.varies and self.mode.output_roles is None, None
+        with compiling_ahead(self.backend, runs=False) as ops_run:
+            with self.backend.stream(self.slot.stream), nullcontext() if ops_run else suppress(Exception):
+                seen = self._shapes_at_other_sizes() if varies else None
             inputs, self.statics = self._static_inputs()
         self.backend.synchronize(self.device)
         with self.backend.stream(self.slot.stream):
+            if varies and seen is None:  # it may fail by the zeros that its ops returned, where their values would do
+                seen = self._shapes_at_other_sizes()
             for i in range(num_warmup_iters):
                 self._warm_up(is_first=i == 0, is_last=i == num_warmup_iters - 1)
         self.backend.synchronize(self.device)
@@ -276,6 +279,12 @@ class _Recording:
                 raise UnsupportedModule(f"the block's forward gives {self._names[id(leaf)]} other memory (assigns its "
                                         "data), which a graph cannot follow; write into it in place, under no_grad")
 
+    def _check_count(self, count: int, before: Sequence | None) -> None:
+        if before is not None and count != len(before):
+            raise UnsupportedModule(f"the block returns {count} tensors in one run, at {self.tier.tokens} rows, and "
+                                    f"{len(before)} in another: a graph repeats one run. Return as many for any number of rows; what decides "
+                                    "otherwise belongs among the arguments.")
+
     def _check_inputs(self, versions: list[int]) -> None:
         """A write into an argument would end in the static copy, and the caller's tensor would not see it."""
         for leaf, static, version in zip(self.layout.leaves, self.statics, versions, strict=True):
@@ -303,6 +312,7 @@ class _Recording:
             out = self._call_block()
             flat, spec = tree_flatten(out)
             tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+            self._check_count(len(tensors), seen if self.mode.output_roles is None else self.mode.output_roles)
             self.mode.returns_integers |= any(t.dtype in INTEGERS for t in tensors)
             if self.mode.output_roles is None:
                 shapes = [t.shape for t in tensors]

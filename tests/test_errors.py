@@ -251,6 +251,18 @@ def test_outputs_that_no_call_can_be_cut_from_are_refused(device):
         capture(Pairs(), TIER)(x, cu)
 
 
+@pytest.mark.parametrize("least", [24, 12], ids=["at the other sizes", "in the smaller tier"])
+def test_as_many_tensors_must_come_back_for_any_number_of_rows(device, least):
+    class Longer(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return (x * 2, x * 3) if x.shape[1] >= least else (x * 2,)
+    graphed = capture(Longer(), [TIER, Tier(8, 4)])
+    x, cu = pack((5, 3), device)
+    with pytest.raises(UnsupportedModule, match="the block returns [12] tensors in one run, at (24|8) rows, and [12] in another"):
+        graphed(x, cu)
+    assert len(graphed.block(x, cu)) == 1 and graphed.held_bytes() == 0
+
+
 def test_a_gradient_for_two_varying_dims_is_refused(device):
     class Scores(nn.Module):
         def forward(self, x, cu_seqlens):

@@ -101,6 +101,7 @@ def test_other_constant_sizes_do_not_match(change, message):
 @pytest.mark.parametrize("arguments, message", [
     (dict(x=zeros(2, 6, 4), cu_seqlens=zeros(3)), r"no argument holds tokens: expected the first tensor to be \[1, T"),
     (dict(x=zeros(1, 6), cu_seqlens=zeros(3), initial_state=zeros(4, 5)), r"initial_state: expected shape \[2, 5\] for"),
+    (dict(x=zeros(1, 6, 4), cu_seqlens=zeros()), r"cu_seqlens: expected a tensor whose dim 0 counts seqs, found shape \[\]"),
 ])
 def test_contradicting_sizes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -183,3 +184,5 @@ def test_varying_output_dims_are_those_that_vary(shape, other, expected):
 def test_an_output_that_follows_neither_is_refused():
     with pytest.raises(UnsupportedModule, match=r"output 1 has shape \[67\] at 64 tokens in 4 sequences.*0 is neither"):
         output_roles("output 1", torch.Size([67]), Tier(64, 4), torch.Size([50]), (48, 3))
+    with pytest.raises(UnsupportedModule, match=r"output 1 has shape \[1, 64\] at .* and \[48\] at 48.*expected as many dims"):
+        output_roles("output 1", torch.Size([1, 64]), Tier(64, 4), torch.Size([48]), (48, 3))

@@ -24,17 +24,17 @@ played: ContextVar[CompileAhead | None] = ContextVar("played", default=None)
 
 
 @contextmanager
-def compiling_ahead(backend: GraphBackend, *, runs: bool = True) -> Iterator[None]:
+def compiling_ahead(backend: GraphBackend, *, runs: bool = True) -> Iterator[bool]:
     """Inside, in this thread, `apply` has the kernels of an op's forward and backward compiled side by side before the first of
     them runs; at the end all are. Nothing where the backend can't do that.
 
     Where it can and the block is called for the shapes of its outputs alone (not `runs`), none of them runs: the op waits for
-    no kernel and returns zeros.
+    no kernel and returns zeros. Yields whether ops run.
     """
     with backend.compiling() as compile_ahead:
         token = _ahead.set(None if compile_ahead is None else _Ahead(compile_ahead, runs))
         try:
-            yield
+            yield runs or compile_ahead is None
         finally:
             _ahead.reset(token)
 

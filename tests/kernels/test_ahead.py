@@ -14,6 +14,7 @@ from graphlin.kernels.ahead import compiling_ahead
 from graphlin.layers import GatedDeltaNet
 from graphlin.ops.causal_conv1d import causal_conv1d
 from graphlin.ops.chunks import prepare_chunk_indices
+from graphlin.ops.gated_rms_norm import gated_rms_norm
 from graphlin.tier import Tier
 from tests.blocks import captured, pack
 from tests.inputs import cu_of
@@ -38,8 +39,10 @@ def compiler():
     @contextmanager
     def compiling():
         made.open = True
-        yield lambda *launch: made.forms.append(form(*launch))
-        made.open = False
+        try:
+            yield lambda *launch: made.forms.append(form(*launch))
+        finally:
+            made.open = False
 
     made.compiling = compiling
     return made
@@ -123,6 +126,53 @@ def test_an_error_inside_leaves_nothing_open(device, compiler):
     with pytest.raises(HostSync, match="here"), compiling_ahead(compiler):
         ahead.apply(Broken, x)
     assert ahead.played.get() is None and ahead._ahead.get() is None
+
+
+class NoZeros(torch.nn.Module):
+    """Takes no zeros of an op, which its values never are; `runs` counts how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.runs = 0
+
+    def forward(self, x, cu_seqlens):
+        self.runs += 1
+        scale = gated_rms_norm(self.weight, self.weight[0] + 1)
+        if not get_backend(x.device).is_capturing() and not scale.any():
+            raise ZeroDivisionError("a scale of zeros")
+        return x @ scale
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_block_that_takes_no_zeros_is_captured(device, compiler, monkeypatch, compiles):
+    if compiles:
+        monkeypatch.setattr(get_backend(device), "compiling", compiler.compiling)
+    block = NoZeros().to(device)
+    x, cu = pack([3, 6], device, width=4)
+    graphed = capture(block, Tier(16, 3), num_warmup_iters=1)
+    y = graphed(x, cu)
+    captured(graphed, 1)
+    assert block.runs == (4 if compiles else 3)
+    torch.testing.assert_close(y, block(x, cu))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_an_error_in_the_first_run_is_the_blocks_own(device, compiler, monkeypatch, compiles):
+    if compiles:
+        monkeypatch.setattr(get_backend(device), "compiling", compiler.compiling)
+    block = NoZeros().to(device)
+    x, cu = pack([3, 6], device, width=4)
+    graphed = capture(block, Tier(16, 3), num_warmup_iters=1)
+    with torch.no_grad():
+        block.weight.zero_()
+    with pytest.raises(ZeroDivisionError, match="a scale of zeros"):
+        graphed(x, cu)
+    assert ahead.played.get() is None and ahead._ahead.get() is None and not compiler.open
+    with torch.no_grad():
+        block.weight.copy_(torch.eye(4))
+    torch.testing.assert_close(graphed(x, cu), block(x, cu))
+    captured(graphed, 1)
 
 
 def test_a_capture_compiles_ahead_in_its_first_runs_alone(device, compiler, launched, monkeypatch):
