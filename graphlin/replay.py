@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from graphlin.backends import Graph
 from graphlin.errors import ReplayError
@@ -201,16 +202,26 @@ class Run:
             raise ReplayError("a parameter, buffer, static input or view of an output was modified in place between the forward "
                               "and its backward, which would use the new values; step the optimizer, or write the next batch, "
                               "after the backward")
-        waiting = iter(pair.grads)
-        for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
-            if output.differentiable:
-                self._copy_grad(next(waiting), grad, output.holds_batch(static))
+        try:
+            self._copy_grads(grads)
+        except RuntimeError as error:
+            if any(map(_has_no_rows, grads)):
+                raise ReplayError("a captured backward reads one dense gradient of each output, and was given a sparse one, or "
+                                  "many at once (is_grads_batched=True, vectorize=True, vmap). Take them one by one, each from a "
+                                  "call of its own, or call the block itself, graphed.block(...), there.") from error
+            raise
         pair.backward.replay()
         self._count_backward()
         inputs = [None if grad is None else leaf.cut(grad, *self._sizes).clone() for leaf, grad in pair.input_grads]
         params = pair.copies_of_param_grads()
         self.release()
         return [*inputs, *params]
+
+    def _copy_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+        pair, waiting = self.pair, iter(self.pair.grads)
+        for output, static, grad in zip(pair.outputs, pair.static_outputs, grads, strict=True):
+            if output.differentiable:
+                self._copy_grad(next(waiting), grad, output.holds_batch(static))
 
     def _copy_grad(self, copy: Copy, grad: torch.Tensor | None, holds_batch: bool) -> None:
         if grad is None:
@@ -227,6 +238,11 @@ class Run:
 
     def __del__(self) -> None:
         self.release()
+
+
+def _has_no_rows(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient has no memory of rows that could be copied."""
+    return grad is not None and (grad.layout is not torch.strided or is_batchedtensor(grad) or is_legacy_batchedtensor(grad))
 
 
 def replay_with_grad(run: Run, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

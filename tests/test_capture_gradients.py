@@ -233,6 +233,23 @@ def test_a_second_derivative_is_refused_not_left_out(device):
         torch.autograd.grad(graphed(x, cu).sum(), x, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")    # of what vmap imports
+@pytest.mark.parametrize("take", [
+    lambda y, x, grads: torch.autograd.grad(y, x, grads, is_grads_batched=True),
+    lambda y, x, grads: torch.func.vmap(lambda grad: torch.autograd.grad(y, x, grad)[0])(grads),
+    lambda y, x, grads: torch.autograd.grad(y, x, grads[0].to_sparse()),
+], ids=["is_grads_batched", "vmap", "sparse"])
+def test_gradients_without_rows_are_refused_and_the_slot_is_free_again(device, mixer, take):
+    x, cu = pack((5, 3), device, requires_grad=True)
+    y = mixer(x, cu)
+    with pytest.raises(ReplayError, match="reads one dense gradient of each output.*graphed.block"):
+        take(y, x, torch.ones(2, *y.shape, device=device))
+    found, = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(mixer.block(x, cu).sum(), x)[0], rtol=2e-5, atol=2e-6)
+    mixer(x, cu).sum().backward()
+    captured(mixer, 2, backwards=2)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")    # of what forward mode imports
 def test_forward_mode_derivatives_are_eager_and_not_left_out(device, grad):
