@@ -282,8 +282,8 @@ class _Recording:
     def _check_count(self, count: int, before: Sequence | None) -> None:
         if before is not None and count != len(before):
             raise UnsupportedModule(f"the block returns {count} tensors in one run, at {self.tier.tokens} rows, and "
-                                    f"{len(before)} in another: a graph repeats one run. Return as many for any number of rows; what decides "
-                                    "otherwise belongs among the arguments.")
+                                    f"{len(before)} in another: a graph repeats one run. Return as many for any number of rows; "
+                                    "what decides otherwise belongs among the arguments.")
 
     def _check_inputs(self, versions: list[int]) -> None:
         """A write into an argument would end in the static copy, and the caller's tensor would not see it."""
