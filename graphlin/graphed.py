@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from graphlin.agreement import check_agreement
@@ -119,8 +120,10 @@ class GraphedBlock(nn.Module):
 
         Replayed where the input fits a tier, the mode is captured (or may be, now) and a slot is free; otherwise eager
         and counted in `stats.eager`, or, with `fallback="raise"`, a ReplayError. Raises CaptureError where a first
-        call of a mode can't be captured.
+        call of a mode can't be captured. torch.compile around it runs it beside its graphs.
         """
+        if is_dynamo_compiling():
+            return torch.compiler.disable(self.forward)(*args, **kwargs)
         if self.backend is None:
             self.find_backend(args, kwargs)
         if _inlined.get() or self.backend.is_capturing():

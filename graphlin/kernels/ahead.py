@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling
 
 from graphlin.backends import CompileAhead, GraphBackend
 
@@ -41,10 +42,13 @@ def compiling_ahead(backend: GraphBackend, *, runs: bool = True) -> Iterator[boo
 
 def apply(function: type[Function], *args: Any) -> tuple:
     """`function.apply(*args)` of a function that returns a tuple, whose forward and backward look at no value on the host and
-    wait for no other rank: inside `compiling_ahead` they are played first for their launches alone.
+    wait for no other rank: inside `compiling_ahead` they are played first for their launches alone. torch.compile runs it as a
+    whole beside its graphs.
 
     >>> y, final_state = apply(CausalConv1d, x, weight, None, None, None, False, True, packing, None)
     """
+    if is_dynamo_compiling():
+        return torch.compiler.disable(function.apply)(*args)
     ahead = _ahead.get()
     if ahead is None:
         return function.apply(*args)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from graphlin.backends import LaunchRecord, Prepared, get_backend
+from graphlin.errors import GraphlinError
 from graphlin.kernels.ahead import played
 
 
@@ -13,8 +15,12 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
 
     Absent tensors are None and guarded by a constexpr in the kernel. The record's tiles are constexprs too. Tensors without
     memory (fake ones, with which captures are priced, or of the meta device) have shapes alone, so nothing is launched; nor is
-    it where an op is played for its launches (`ahead`), which are compiled.
+    it where an op is played for its launches (`ahead`), which are compiled. torch.compile runs it beside its graphs. Raises
+    GraphlinError where a graph is traced that would lack the launch.
     """
+    if is_dynamo_compiling():
+        torch.compiler.disable(launch)(kernel, grid, *args, record=record, **constexprs)
+        return
     if grid == 0:
         return
     for tensor in args:
@@ -23,6 +29,11 @@ def launch(kernel: Any, grid: int, *args: Any, record: LaunchRecord, **constexpr
                 compile_ahead(kernel, args, constexprs, record)
             elif _has_memory(tensor):
                 get_backend(tensor.device).launch(kernel, grid, args, constexprs, record)
+            elif _is_traced():
+                raise GraphlinError(f"kernel {kernel.fn.__name__} is launched while PyTorch traces a graph of its operations "
+                                    "(torch.export, make_fx), which has no launches: what is exported would return memory that "
+                                    "nobody has written. Export the parts around the op; torch.compile calls it between its "
+                                    "graphs.")
             return
 
 
@@ -41,6 +52,12 @@ def prepare(kernel: Any, grid: int, *fixed: Any, record: LaunchRecord, **constex
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().device.type != "meta"
+
+
+def _is_traced() -> bool:
+    """Whether operations on tensors without memory are noted for a graph of PyTorch's."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    return (torch._C._get_dispatch_mode(proxies) or torch._ops._get_dispatch_mode_pre_dispatch(proxies)) is not None
 
 
 def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, R: int = 1, BT: int = 64,
