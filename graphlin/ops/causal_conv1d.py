@@ -11,7 +11,7 @@ from graphlin.kernels.packing import Packing
 from graphlin.ops.chunks import resolve_packing
 from graphlin.ops.first_order import first_order
 from graphlin.ops.parts import Parts, resolve_parts, with_a_row
-from graphlin.ops.validation import check_tensor
+from graphlin.ops.validation import check_tensor, in_memory
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -70,7 +70,7 @@ def causal_conv1d(
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape=(packing.N, *weight.shape), like=x)
     packing, rows, added = with_a_row(cp_context, packing, x, residual)
-    tensors = [None if t is None else t.contiguous() for t in (rows, weight, bias, added, initial_state)]
+    tensors = [None if t is None else in_memory(t) for t in (rows, weight, bias, added, initial_state)]
     run = partial(apply, CausalConv1d) if cp_context is None else CausalConv1d.apply
     y, final_state = run(*tensors, bool(output_final_state), activation is not None, packing, cp_context)
     return y if x.shape[1] else y[:, :0], final_state
@@ -98,9 +98,9 @@ class CausalConv1d(torch.autograd.Function):
         _, _, x, weight, bias, states = ctx.saved_tensors
         residual_dtype, state_dtype, silu, packing, parts = ctx.options
         _, _, _, want_residual, want_initial, *_ = ctx.needs_input_grad
-        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        dy = torch.zeros_like(x) if dy is None else in_memory(dy)
         if dfinal is not None:
-            dfinal = (dfinal if parts is None else parts.at_end(dfinal)).contiguous()
+            dfinal = in_memory(dfinal if parts is None else parts.at_end(dfinal))
         want_states = want_initial or (parts is not None and states is not None)
         dx, *grads, dstates = run_conv_backward(x, weight, bias, states, dy, dfinal, residual_dtype if want_residual else None,
                                                 want_states, silu, packing)

@@ -6,7 +6,7 @@ from graphlin.chunking import max_chunks
 from graphlin.kernels.chunk_table import chunk_table
 from graphlin.kernels.cumsum import run_chunk_local_cumsum
 from graphlin.kernels.packing import Packing
-from graphlin.ops.validation import check_chunk_size, check_cu_seqlens, check_cu_values, check_tensor, read_values
+from graphlin.ops.validation import check_chunk_size, check_cu_seqlens, check_cu_values, check_tensor, in_memory, read_values
 
 
 def prepare_chunk_indices(cu_seqlens: torch.Tensor, max_tokens: int, chunk_size: int = 64) -> torch.Tensor:
@@ -62,7 +62,7 @@ def chunk_local_cumsum(g: torch.Tensor, chunk_size: int = 64, reverse: bool = Fa
     if g.dim() not in (3, 4):
         raise ValueError(f"g: expected shape [B, T, H] or [B, T, H, K], found {list(g.shape)}")
     packing = resolve_packing("g", g, cu_seqlens, chunk_indices, chunk_size, graph_capture)
-    return run_chunk_local_cumsum(g.detach().contiguous(), packing, reverse)
+    return run_chunk_local_cumsum(in_memory(g.detach()), packing, reverse)
 
 
 def resolve_packing(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None, chunk_indices: torch.Tensor | None,

@@ -14,7 +14,7 @@ from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials
 from graphlin.ops.first_order import first_order
 from graphlin.ops.parts import Parts, with_a_row
-from graphlin.ops.validation import check_tensor, read_values
+from graphlin.ops.validation import check_tensor, in_memory, read_values
 
 MAX_HEAD_DIM = 256
 LOWEST_BOUND = -5.0      # of log decays that a bounded gate, or a promise, keeps
@@ -95,8 +95,8 @@ class DeltaRule(torch.autograd.Function):
             return *[None if x is None else torch.zeros_like(x) for x in (q, k, v, g, beta, A_log, dt_bias)], dh0, None
         operands, carried = Operands(*kept[:len(Operands._fields)]), kept[len(Operands._fields):]
         prologue = call.prologue(A_log, dt_bias)
-        do = torch.zeros_like(v) if do is None else do.contiguous()
-        dht = None if dht is None else dht.contiguous()
+        do = torch.zeros_like(v) if do is None else in_memory(do)
+        dht = None if dht is None else in_memory(dht)
         states, dends = call.states_and_gradients(operands, do, h0, dht, carried)
         St, E, Rt, dv, dh0 = run_two_recurrences(operands, v, do, states, dends, ctx.needs_input_grad[7], call.state_v_first,
                                                  call.packing)
@@ -134,11 +134,11 @@ def apply_delta_rule(q, k, v, g, beta, A_log, dt_bias, initial_state, call: Call
     if initial_state is not None:
         shape = (call.packing.N, *state_shape(v, q.shape[3], call.state_v_first))
         check_tensor("initial_state", initial_state, shape=shape, like=q)
-        initial_state = initial_state.contiguous()
-    A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
+        initial_state = in_memory(initial_state)
+    A_log, dt_bias = (None if x is None else in_memory(x) for x in (A_log, dt_bias))
     tokens = v.shape[1]
     packing, *rows = with_a_row(call.parts, call.packing, q, k, v, g, beta)
-    tensors = *[x.contiguous() for x in rows], A_log, dt_bias, initial_state
+    tensors = *[in_memory(x) for x in rows], A_log, dt_bias, initial_state
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     run = partial(apply, DeltaRule) if call.parts is None else DeltaRule.apply
     o, final_state = run(*tensors, replace(call, packing=packing, needs_grad=needs_grad))

@@ -5,7 +5,7 @@ import torch
 from graphlin.kernels.ahead import apply
 from graphlin.kernels.norm import MAX_SIZE, run_norm_backward, run_norm_forward
 from graphlin.ops.first_order import first_order
-from graphlin.ops.validation import check_tensor
+from graphlin.ops.validation import check_tensor, in_memory
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")
 
@@ -43,7 +43,7 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | N
     if gate is not None:
         check_tensor("gate", gate, shape=tuple(x.shape), like=x)
     check_options(eps, activation)
-    tensors = [None if t is None else t.contiguous() for t in (x, weight, gate)]
+    tensors = [None if t is None else in_memory(t) for t in (x, weight, gate)]
     y, = apply(GatedRMSNormFunction, *tensors, float(eps), activation != "sigmoid")
     return y
 
@@ -61,7 +61,7 @@ class GatedRMSNormFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         x, weight, gate = ctx.saved_tensors
-        return *run_norm_backward(x, weight, gate, dy.contiguous(), *ctx.options, ctx.needs_input_grad[:3]), None, None
+        return *run_norm_backward(x, weight, gate, in_memory(dy), *ctx.options, ctx.needs_input_grad[:3]), None, None
 
 
 def check_options(eps: object, activation: object) -> None:

@@ -31,6 +31,12 @@ def check_tensor(name: str, x: object, *, shape: Sequence[int | str] | None = No
         raise ValueError(f"{name}: expected device {like.device}, found {x.device}")
 
 
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """x as kernels read it: contiguous, and not the negative of what lies there (as `z.conj().imag` is, and stays if it is one
+    element, which is contiguous)."""
+    return (x.resolve_neg() if x.is_neg() else x).contiguous()
+
+
 def check_chunk_size(chunk_size: int) -> None:
     """Raises ValueError unless chunk_size is one that the kernels are made for."""
     if not isinstance(chunk_size, int) or chunk_size not in CHUNK_SIZES:

@@ -62,6 +62,11 @@ def test_arguments_are_never_written(case, device, dtype):
         assert torch.equal(drawn[name], values) and drawn[name]._version == version, name
 
 
+def test_negative_views_are_read_as_what_they_stand_for(packed):
+    case, drawn, cu, expected = packed
+    assert_bitwise(case.run({name: torch._neg_view(-x) for name, x in drawn.items()}, cu), expected, "from negative views")
+
+
 def test_cu_seqlens_changed_in_place_between_calls(packed):
     """The new values are used; metadata cached by identity would be stale."""
     case, drawn, cu, _ = packed

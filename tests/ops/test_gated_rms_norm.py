@@ -126,6 +126,8 @@ def test_strided_arguments_equal_contiguous_ones(device):
     strided = {name: x.mT.contiguous().mT if x.dim() > 1 else x.repeat_interleave(2)[::2] for name, x in inputs.items()}
     assert not any(x.is_contiguous() for x in strided.values())
     assert_bitwise(run_norm(strided), expected, "with strides")
+    negative = {name: torch._neg_view(-x) for name, x in inputs.items()}
+    assert_bitwise(run_norm(negative), expected, "with negative views")
     inputs["dy"] = inputs["dy"].new_tensor(0.5).expand_as(inputs["dy"])
     assert_bitwise(run_norm(inputs), run_norm({**inputs, "dy": inputs["dy"].contiguous()}), "with an expanded dy")
 
