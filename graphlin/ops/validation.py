@@ -14,12 +14,15 @@ CHUNK_SIZES = (16, 32, 64)
 
 def check_tensor(name: str, x: object, *, shape: Sequence[int | str] | None = None,
                  dtypes: Sequence[torch.dtype] = FLOATS, like: torch.Tensor | None = None) -> None:
-    """Raises TypeError for a non-tensor, ValueError for a wrong shape, dtype or device.
+    """Raises TypeError for a non-tensor, ValueError for one that is not dense, and for a wrong shape, dtype or device.
 
     shape: sizes, or letters for sizes that are free. like: a tensor whose device must be shared.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, found {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        found = "a nested one" if x.is_nested else f"one of layout {str(x.layout).removeprefix('torch.')}"
+        raise ValueError(f"{name}: expected a dense tensor, found {found}; call .to_dense(), or pack sequences with cu_seqlens")
     if shape is not None:
         expected = "[" + ", ".join(str(s) for s in shape) + "]"
         if x.dim() != len(shape) or any(isinstance(s, int) and s != n for s, n in zip(shape, x.shape, strict=True)):

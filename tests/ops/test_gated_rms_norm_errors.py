@@ -8,6 +8,8 @@ from tests.ops.norm_check import Norm, norm_inputs
 
 WRONG = [
     ({"x": [1.0]}, TypeError, "^x: .*list"),
+    ({"x": torch.zeros(2, 21, 24).to_sparse()}, ValueError, "^x: .*dense.*layout sparse_coo"),
+    ({"gate": torch.nested.nested_tensor([torch.zeros(21, 24)], layout=torch.jagged)}, ValueError, "^gate: .*dense.*nested"),
     ({"x": torch.tensor(1.0)}, ValueError, r"^x: .*\[\.\.\., D\].*\[\]"),
     ({"x": torch.zeros(3, 0)}, ValueError, r"^x: .*1 and 4096.*\[3, 0\]"),
     ({"x": torch.zeros(3, 4097)}, ValueError, r"^x: .*1 and 4096.*\[3, 4097\]"),
