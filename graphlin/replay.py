@@ -212,7 +212,8 @@ class Run:
             raise
         pair.backward.replay()
         self._count_backward()
-        inputs = [None if grad is None else leaf.cut(grad, *self._sizes).clone() for leaf, grad in pair.input_grads]
+        inputs = [None if grad is None else leaf.cut(grad, *self._sizes).clone(memory_format=torch.contiguous_format)
+                  for leaf, grad in pair.input_grads]
         params = pair.copies_of_param_grads()
         self.release()
         return [*inputs, *params]

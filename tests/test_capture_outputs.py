@@ -145,6 +145,15 @@ def test_outputs_have_eager_strides_in_tiers_of_any_size(device, sizes):
     captured(graphed, len(packs))
 
 
+def test_gradients_of_inputs_have_eager_strides(device):
+    graphed = capture(Mixer().to(device), TIER)
+    for lengths in ((1,), (5, 3), (0,)):
+        x, cu = pack(lengths, device, requires_grad=True)
+        found, = torch.autograd.grad(graphed(x, cu).sum(), x)
+        assert found.stride() == x.stride() and found.is_contiguous()
+    captured(graphed, 3, backwards=3)
+
+
 @torch.no_grad()
 def test_one_element_of_any_stride(device):
     if device.type == "npu":
