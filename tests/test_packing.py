@@ -87,6 +87,7 @@ def test_sizes_of_a_call():
     (dict(x=zeros(1, 6, 5)), r"x: expected shape \[1, 6, 4\] as captured, found \[1, 6, 5\]"),
     (dict(x=zeros(2, 6, 4)), "x: expected shape"),
     (dict(x=zeros(6)), "x: expected shape"),
+    (dict(cu_seqlens=zeros()), r"cu_seqlens: expected shape \[1\] as captured, found \[\]"),
     (dict(initial_state=zeros(3, 5)), r"initial_state: expected shape \[2, 5\] as captured, found \[3, 5\]"),
     (dict(extra=zeros(8)), r"extra: expected shape \[9\]"),
 ])
