@@ -17,6 +17,15 @@ class Agreeing(torch.Tensor):
     __hash__ = torch.Tensor.__hash__
 
 
+class Incomparable(torch.Tensor):
+    """Can't be compared."""
+
+    def __eq__(self, other):
+        raise TypeError("no ==")
+
+    __hash__ = torch.Tensor.__hash__
+
+
 class Holder(nn.Module):
     def __init__(self, shape, device):
         super().__init__()
@@ -63,6 +72,13 @@ def test_tensors_that_say_that_they_equal_all_are_noticed(device):
     watch = Watch(holder)
     watch.check()
     holder.inner.buffer = torch.ones(8, device=device).as_subclass(Agreeing)
+    refuses(watch, "inner.buffer")
+
+
+def test_a_tensor_that_can_not_be_compared_is_noticed(device):
+    holder = Holder((8,), device)
+    watch = Watch(holder)
+    holder.inner.buffer = torch.ones(8, device=device).as_subclass(Incomparable)
     refuses(watch, "inner.buffer")
 
 
