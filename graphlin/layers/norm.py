@@ -22,9 +22,10 @@ class GatedRMSNorm(nn.Module):
     Args:
         size: width of the last dimension, from 1 to 4096.
         eps: added to the mean square; positive. Default: 1e-5.
-        activation: "silu" or "sigmoid", or `torch.nn.functional.silu` or `torch.sigmoid` themselves. Default: silu.
+        activation: "silu", "swish" (the same) or "sigmoid", or `torch.nn.functional.silu` or `torch.sigmoid` themselves.
+            Default: silu.
 
-    Raises ValueError for another eps or activation.
+    Raises TypeError for an eps that is no number, ValueError for another eps or activation.
 
     >>> norm = GatedRMSNorm(64)
     >>> y = norm(x, gate)

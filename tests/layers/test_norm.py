@@ -38,3 +38,5 @@ def test_another_activation_is_refused_at_construction(activation):
 def test_a_wrong_eps_is_refused_at_construction():
     with pytest.raises(ValueError, match="^eps: expected a positive number"):
         GatedRMSNorm(24, eps=0.0)
+    with pytest.raises(TypeError, match="^eps: expected a Python number, found str"):
+        GatedRMSNorm(24, eps="1e-5")

@@ -20,6 +20,7 @@ WRONG = [
     ({"gate": torch.zeros(2, 21, 24, dtype=torch.float64)}, ValueError, "^gate: .*float64"),
     ({"gate": 1.0}, TypeError, "^gate: .*float"),
     ({"eps": 0.0}, ValueError, "^eps: .*positive.*0.0"),
+    ({"eps": 1e-39}, ValueError, "^eps: .*at least 1.2e-38.*1e-39"),
     ({"eps": float("nan")}, ValueError, "^eps: .*positive.*nan"),
     ({"eps": torch.tensor(1e-5)}, TypeError, "^eps: .*Tensor"),
     ({"activation": "gelu"}, ValueError, "^activation: .*silu.*'gelu'"),
