@@ -5,13 +5,13 @@ measured is the thread that enqueues them: copy-in, checks and replay, beside th
 as many parameters that only clones its input. On the CPU (`--device cpu`) graphs and kernels do nothing at all: what is left is
 graphlin's own Python.
 
-A core runs up to twice slower while the thread that shares its caches and units is busy, be it a neighbour's that a virtual
-machine does not even see. So all contestants take turns, a burst each in every round, after a warm-up in which none is timed, and
-meet the same phases. The figure is the median over all calls but the first of each burst, which finds caches full of what the
-others left there; beside it stand the quartiles, the least median of any round, and the median of those first calls. `quiet` is
-the median over the rounds in which the yardstick, a loop of plain Python that does always the same, was within a tenth of its
-fastest: what the call takes on a core of its own. Python's garbage collection stays on, as a user has it. No profiler must
-have run in the process: PyTorch's leaves CUDA's callbacks on, and each launch then takes several times as long.
+The same call was seen to take up to twice as long on some cores and at some times (docs/benchmarks.md has what was observed). So
+all contestants take turns, a burst each in every round, after a warm-up in which none is timed, and meet the same phases. The
+figure is the median over all calls but the first of each burst, which finds caches full of what the others left there; beside it
+stand the quartiles, the least median of any round, and the median of those first calls. `quiet` is the median over the rounds in
+which the yardstick, a loop of plain Python that does always the same, was within a tenth of its fastest. Python's garbage
+collection stays on, as a user has it. No profiler must have run in the process: after PyTorch's each launch took several times as
+long.
 """
 
 import argparse

@@ -198,13 +198,14 @@ class Layout:
         return counts
 
     def counts(self, shapes: Sequence[torch.Size]) -> tuple[int, int]:
-        """T and N, as the tensors that tell them have them; 0 where none does, or fewer dims than it should."""
+        """T and N, as the tensors that tell them have them; 0 where none does, or where it has fewer dims than it should."""
         at, of = self._places
         try:
             tokens = 0 if at is None else shapes[at[0]][at[1]] - at[2]
             seqs = 0 if of is None else shapes[of[0]][of[1]] - of[2]
-        except IndexError:
-            return 0, 0
+        except IndexError:  # one of the two: the other one still tells, or an error would name a tensor that fits
+            tokens, seqs = (shapes[place[0]][place[1]] - place[2] if place and place[1] < len(shapes[place[0]]) else 0
+                            for place in (at, of))
         return (tokens, seqs) if seqs >= 0 else (tokens, 0)
 
     @cached_property
@@ -250,10 +251,6 @@ def _checked(layout: Layout, tensors: Sequence[torch.Tensor]) -> Layout:
     if layout.tokens is None and layout.seqs is not None:
         raise ValueError("no argument holds tokens: expected the first tensor to be [1, T, ...] beside cu_seqlens; "
                          'name its dim with dims={"x": {1: "tokens"}}')
-    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
-        if leaf.role and leaf.role.dim >= tensor.dim():
-            raise ValueError(f"{leaf.name}: expected a tensor whose dim {leaf.role.dim} counts {leaf.role.kind}, found shape "
-                             f"{list(tensor.shape)}")
     shapes = [tensor.shape for tensor in tensors]
     tokens, seqs = layout.counts(shapes)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward  # grad() itself imports SymPy for a check of shapes: a second
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graphlin.backends import Graph
@@ -179,7 +179,7 @@ class _Recording:
         with compiling_ahead(self.backend, runs=False) as ops_run:
             with self.backend.stream(self.slot.stream), nullcontext() if ops_run else suppress(Exception):
                 seen = self._shapes_at_other_sizes() if varies else None
-            inputs, self.statics = self._static_inputs()
+            inputs, self.statics = self._static_inputs()  # while kernels are compiled
         self.backend.synchronize(self.device)
         with self.backend.stream(self.slot.stream):
             if varies and seen is None:  # it may fail by the zeros that its ops returned, where their values would do
@@ -256,6 +256,8 @@ class _Recording:
         wanted = [*(self.statics[i] for i in self.mode.grad_leaves), *self.leaves]
         self._check_leaves(outs, wanted)
         with without_autocast(self.device.type), _recomputation_refused(self.graphed.block):
+            # What torch.autograd.grad(outs, wanted, grads, allow_unused=True) calls, past its check of the shapes of grads, for
+            # which it imports SymPy: half a second or more in the first capture of a process (tests/test_recording.py).
             return _engine_run_backward(tuple(outs), tuple(grads), False, False, tuple(wanted), True, accumulate_grad=False)
 
     def _check_leaves(self, outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

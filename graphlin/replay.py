@@ -270,6 +270,7 @@ class _Replay(torch.autograd.Function):
         return None, *ctx.run.backward(grads)
 
 
-# Function.apply by itself asks of each tensor whether a transform of torch.func left it behind, which costs the host as much as
-# all the rest of it. The parameters of a block are no such tensors, and a call's own are copied by address: they can't be either.
+# Function.apply itself asks whether a transform of torch.func is active, which GraphedBlock has refused by then, and of each
+# tensor whether one has left it behind, which costs the host as much as all the rest of it. The parameters of a block are no such
+# tensors, and a call's own are copied by address: they can't be either. So this is the apply in C++ that it calls at last.
 _apply = super(torch.autograd.Function, _Replay).apply

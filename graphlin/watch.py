@@ -27,9 +27,9 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...
 
 
 def _may_equal_another(value: torch.Tensor | nn.Module | None) -> bool:
-    """Whether `==` may tell another one for the same: of ordinary tensors with several elements it makes several truths, or an
-    error where their shapes do not fit, and Python takes several truths for an error too. Modules it compares by identity,
-    but for those that define it."""
+    """Whether another value in this one's place may compare equal to it. With an ordinary tensor of several elements none does:
+    `==` gives several truths, of which Python makes an error, or is an error itself where the shapes do not fit. Nor with a module,
+    but where its class defines `==`."""
     if isinstance(value, torch.Tensor):
         return value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter)
     return type(value).__eq__ is not object.__eq__ and value is not None
@@ -65,6 +65,8 @@ class Watch:
         same = (not any(self._empty)
                 and self._has_entries()
                 and list(map(_data_ptr, self._tensors)) == self._addresses
+                # The guards tell it in a tenth of the time, but also mind requires_grad, autocast and inference mode, which are
+                # no concern here: their no is only a maybe.
                 and (self._guards.check(*self._tensors) or self._has_forms()))
         if not same:
             raise StaleAddress(f"{self._moved()} was added, replaced or moved since the capture, so the graph would "
@@ -73,18 +75,17 @@ class Watch:
     def _has_entries(self) -> bool:
         """Whether the modules hold the very modules and tensors, under the same names, and no others.
 
-        Dicts take what is identical for equal, which is quicker than to ask of each entry. What is not they compare, and of that
-        `==` of tensors makes an error, but for those that are asked one by one.
+        Dicts take what is identical for equal, which is quicker than to ask of each entry. Where something is not identical they
+        use `==`, which between tensors is an error, but for those of `_may_equal_another`, which are asked one by one.
         """
         try:
             same = self._parts == self._parts_then and self._filled == self._filled_then
-        except Exception:  # a class may define `==`, and raise what it likes
+        except Exception:  # of any kind: a class may define its own
             return False
         return same and all(owner.get(name) is value for owner, name, value in self._alike)
 
     def _has_forms(self) -> bool:
-        """Whether dtypes, sizes, strides and lazy signs are the same. The guards tell it in a tenth of the time, but also mind
-        requires_grad, autocast and inference mode, which are no concern here: their no is only a maybe."""
+        """Whether dtypes, sizes, strides and lazy signs are the same."""
         return list(map(_form, self._tensors)) == self._forms
 
     def _moved(self) -> str:

@@ -87,6 +87,7 @@ def test_sizes_of_a_call():
     (dict(x=zeros(1, 6, 5)), r"x: expected shape \[1, 6, 4\] as captured, found \[1, 6, 5\]"),
     (dict(x=zeros(2, 6, 4)), "x: expected shape"),
     (dict(x=zeros(6)), "x: expected shape"),
+    (dict(cu_seqlens=zeros()), r"cu_seqlens: expected shape \[1\] as captured, found \[\]"),
     (dict(initial_state=zeros(3, 5)), r"initial_state: expected shape \[2, 5\] as captured, found \[3, 5\]"),
     (dict(extra=zeros(8)), r"extra: expected shape \[9\]"),
 ])
@@ -101,7 +102,7 @@ def test_other_constant_sizes_do_not_match(change, message):
 @pytest.mark.parametrize("arguments, message", [
     (dict(x=zeros(2, 6, 4), cu_seqlens=zeros(3)), r"no argument holds tokens: expected the first tensor to be \[1, T"),
     (dict(x=zeros(1, 6), cu_seqlens=zeros(3), initial_state=zeros(4, 5)), r"initial_state: expected shape \[2, 5\] for"),
-    (dict(x=zeros(1, 6, 4), cu_seqlens=zeros()), r"cu_seqlens: expected a tensor whose dim 0 counts seqs, found shape \[\]"),
+    (dict(x=zeros(1, 6, 4), cu_seqlens=zeros()), r"cu_seqlens: expected shape \[1\] for 6 tokens in 0 sequences, found \[\]"),
 ])
 def test_contradicting_sizes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):

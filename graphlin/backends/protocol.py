@@ -105,8 +105,8 @@ class GraphBackend(Protocol):
         """Runs `kernel[(grid,)](*args, **constexprs, **record.tiles)`."""
 
     def compiling(self) -> AbstractContextManager[CompileAhead | None]:
-        """Around the first run of a block: what is compiled inside by the function that this yields is compiled when it ends,
-        and a launch inside waits for its own kernel alone. None, the default, from a device that compiles one after the other."""
+        """Around a block's first runs. Yields what begins to compile a kernel, or None, the default, where kernels are compiled
+        as they are launched. A launch inside waits for its own kernel alone; at the end all that was begun is compiled."""
         return nullcontext()
 
     def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> Prepared:

@@ -33,8 +33,6 @@ SEARCH: dict[str, Search] = {
     "conv_forward": {"BR": (4, 8, 16, 32), "BD": (64, 128, 256, 512), "num_warps": (2, 4, 8), "waves": (8, 16, 32)},
     "conv_backward": {"BR": (4, 8, 16, 32), "BD": (64, 128, 256), "UNROLL": (2, 4, 8), "num_warps": (1, 2, 4),
                       "waves": (8, 16, 32)},
-    "norm_forward": {"BR": (4, 8, 16, 32), "num_warps": (1, 2, 4, 8), "waves": (8, 16, 32)},
-    "norm_backward": {"ROWS": (32, 64, 128, 256), "BR": (4, 8, 16, 32), "num_warps": (1, 2, 4, 8), "waves": (8, 16, 32)},
     "sum_chunks": {"BR": (16, 64, 256, 1024), "BX": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8)},
 }
 

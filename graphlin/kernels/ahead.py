@@ -1,4 +1,4 @@
-"""What an op will launch is compiled beside what it launches now, in the first runs of a capture."""
+"""In a capture's first runs, compiles an op's kernels, forward and backward, side by side before the first one is launched."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class _Ahead:
 
 
 _ahead: ContextVar[_Ahead | None] = ContextVar("ahead", default=None)
-# What `launch` then calls in place of launching.
+# Set while an op is played: what `launch` calls in place of launching.
 played: ContextVar[CompileAhead | None] = ContextVar("played", default=None)
 
 
@@ -87,7 +87,7 @@ def _launch_nothing(*launch: Any) -> None:
 
 
 class _Context:
-    """What a function's forward keeps for its backward."""
+    """In the place of autograd's own ctx, which nobody can make: what a function's forward keeps for its backward."""
 
     def __init__(self, needs_input_grad: list[bool]) -> None:
         self.needs_input_grad = needs_input_grad

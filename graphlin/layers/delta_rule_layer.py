@@ -1,7 +1,6 @@
 """What the delta rule layers share: projections, convolutions, states and the call, around a rule of their own."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ class DeltaRuleLayer(nn.Module):
         self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
         self.reset_gate_parameters()
 
-    def _add_output(self, norm_eps: float, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _add_output(self, norm_eps: float, activation: str) -> None:
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, activation)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
 

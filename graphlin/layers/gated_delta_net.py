@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from graphlin.layers.delta_rule_layer import DeltaRuleLayer
 from graphlin.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -45,7 +44,7 @@ class GatedDeltaNet(DeltaRuleLayer):
         self._add_convolutions(conv_size, conv_bias)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self._add_output(norm_eps, F.silu)
+        self._add_output(norm_eps, "silu")
 
     def _draw_rate(self) -> None:
         """A uniform in (0, 16)."""

@@ -54,7 +54,7 @@ class KimiDeltaAttention(DeltaRuleLayer):
         self._add_strength_and_gate(num_steps=decays)
         self.g_proj = nn.Sequential(nn.Linear(hidden_size, self.head_v_dim, bias=False),
                                     nn.Linear(self.head_v_dim, self.value_dim))
-        self._add_output(norm_eps, torch.sigmoid)
+        self._add_output(norm_eps, "sigmoid")
 
     def _draw_rate(self) -> None:
         """A uniform in (1, 16), or 1 with safe_gate."""

@@ -23,7 +23,7 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | N
         x: `[..., D]`, float32, float16 or bfloat16; D from 1 to 4096.
         weight: `[D]`, any of these dtypes.
         gate: `[..., D]` like x, any of these dtypes; default none, which leaves the factor out.
-        eps: added to the mean square; a positive number. Default: 1e-5.
+        eps: added to the mean square; a positive number, of at least 1.2e-38. Default: 1e-5.
         activation: "silu", "swish" (the same) or "sigmoid", of the gate. Default: "silu".
 
     Returns:
@@ -65,11 +65,12 @@ class GatedRMSNormFunction(torch.autograd.Function):
 
 
 def check_options(eps: object, activation: object) -> None:
-    """Raises TypeError or ValueError unless eps is positive in float32 and the activation one of the kernels'."""
+    """Raises TypeError or ValueError unless eps is a normal positive float32 and the activation one of the kernels'."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a Python number, found {type(eps).__name__}")
-    if not torch.finfo(torch.float32).tiny <= eps <= torch.finfo(torch.float32).max:
-        raise ValueError("eps: expected a positive number that float32 holds, without which rows of zeros have no result, "
-                         f"found {eps}")
+    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    if not least <= eps <= most:
+        raise ValueError(f"eps: expected a positive number of at least {least:.2g}, without which rows of zeros have no result "
+                         f"in float32, and at most {most:.2g}, found {eps}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected 'silu', 'swish' or 'sigmoid', found {activation!r}")

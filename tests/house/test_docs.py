@@ -15,7 +15,7 @@ STAGES = {
     "recompute_w_u_fwd", "chunk_gated_delta_rule_fwd_h", "chunk_gla_fwd_o_gk", "chunk_fwd_o",
     "prepare_wy_repr_bwd", "chunk_bwd_dqkwg", "chunk_bwd_dv_local", "chunk_gated_delta_rule_bwd_dhu",
     "chunk_kda_bwd_intra", "chunk_kda_bwd_wy_dqkg_fused", "kda_gate_bwd", "causal_conv1d_fwd",
-    "causal_conv1d_states_fwd", "causal_conv1d_bwd", "compute_dh0",
+    "causal_conv1d_states_fwd", "causal_conv1d_bwd", "compute_dh0", "layer_norm_gated_fwd", "layer_norm_gated_bwd",
 }
 
 

@@ -4,23 +4,19 @@ import pickle
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from graphlin.layers.norm import GatedRMSNorm
 from graphlin.ops.gated_rms_norm import gated_rms_norm
 
 
-@pytest.mark.parametrize(("activation", "name"), [
-    (F.silu, "silu"), (torch.sigmoid, "sigmoid"), (F.sigmoid, "sigmoid"), ("silu", "silu"), ("sigmoid", "sigmoid")],
-    ids=["F.silu", "torch.sigmoid", "F.sigmoid", "silu", "sigmoid"])
-def test_the_module_is_the_op(device, activation, name):
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+def test_the_module_is_the_op(device, activation):
     norm = GatedRMSNorm(24, 1e-3, activation).to(device)
     torch.nn.init.uniform_(norm.weight)
     x, gate = torch.randn(2, 5, 24).to(device), torch.randn(2, 5, 24).to(device)
-    assert norm.activation is activation
-    assert torch.equal(norm(x, gate), gated_rms_norm(x, norm.weight, gate, 1e-3, name))
+    assert torch.equal(norm(x, gate), gated_rms_norm(x, norm.weight, gate, 1e-3, activation))
     assert torch.equal(norm(x), gated_rms_norm(x, norm.weight, eps=1e-3))
-    assert repr(norm) == f"GatedRMSNorm(24, eps=0.001, {name})"
+    assert repr(norm) == f"GatedRMSNorm(24, eps=0.001, {activation})"
     copy = pickle.loads(pickle.dumps(norm))
     assert torch.equal(copy(x, gate), norm(x, gate))
 
@@ -29,8 +25,7 @@ def test_its_state_is_the_weight():
     assert {name: tuple(x.shape) for name, x in GatedRMSNorm(24).state_dict().items()} == {"weight": (24,)}
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, lambda x: x, "gelu", None, ["silu"]],
-                         ids=["tanh", "own", "gelu", "None", "list"])
+@pytest.mark.parametrize("activation", [torch.sigmoid, "gelu", None, ["silu"]], ids=["a function", "gelu", "None", "a list"])
 def test_another_activation_is_refused_at_construction(activation):
     with pytest.raises(ValueError, match="^activation: expected 'silu', 'swish' or 'sigmoid', found"):
         GatedRMSNorm(24, activation=activation)
@@ -39,6 +34,8 @@ def test_another_activation_is_refused_at_construction(activation):
 def test_a_wrong_eps_is_refused_at_construction():
     with pytest.raises(ValueError, match="^eps: expected a positive number"):
         GatedRMSNorm(24, eps=0.0)
+    with pytest.raises(TypeError, match="^eps: expected a Python number, found str"):
+        GatedRMSNorm(24, eps="1e-5")
 
 
 @pytest.mark.parametrize("size", [0, -1, 4097, 24.0, (24,), (2, 12)], ids=str)

@@ -52,7 +52,7 @@ def test_convolution_is_bitwise_the_same(device, request):
 @pytest.mark.parametrize("chunk_size", [16, 64])
 def test_gated_delta_rule(device, ascend_forms, chunk_size):
     standard_check(GDN(lengths=(21, 0, 66), chunk_size=chunk_size, gate="raw_bias", beta="sigmoid"), device)
-    assert {"DOT_BLOCKS", "PERSISTENT", "REV_SCAN", "SPLIT"} <= ascend_forms
+    assert {"DOT_BLOCKS", "PERSISTENT", "INTERLEAVED", "REV_SCAN", "SPLIT"} <= ascend_forms
 
 
 def test_persistent_recurrences_leave_no_task_out(device, ascend_forms, monkeypatch):

@@ -49,6 +49,7 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Both of a sequence side by side: in a tier that is not full the second would wait for programs without work."""
     record = _long_recurrence(arch, K, V, R, dtype)
     return replace(record, tiles=dict(record.tiles, INTERLEAVED=True))
 
