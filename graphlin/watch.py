@@ -28,8 +28,8 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...
 
 def _may_equal_another(value: torch.Tensor | nn.Module | None) -> bool:
     """Whether another value in this one's place may compare equal to it. With an ordinary tensor of several elements none does:
-    `==` gives several truths, of which Python makes an error, or is an error itself where the shapes do not fit. Nor with a module,
-    but where its class defines `==`."""
+    `==` gives several truths, of which Python makes an error, or is an error itself where the shapes do not fit. Nor with a
+    module, but where its class defines `==`."""
     if isinstance(value, torch.Tensor):
         return value.numel() < 2 or type(value) not in (torch.Tensor, nn.Parameter)
     return type(value).__eq__ is not object.__eq__ and value is not None
