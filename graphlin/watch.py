@@ -1,6 +1,7 @@
 """Whether a block is still what its graphs were captured from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +36,25 @@ def _may_equal_another(value: torch.Tensor | nn.Module | None) -> bool:
     return type(value).__eq__ is not object.__eq__ and value is not None
 
 
+def _attributes(module: nn.Module) -> "Mapping[str, Any] | _Computed":
+    return vars(module) if "training" in vars(module) else _Computed(module)
+
+
+class _Computed:
+    """Attributes by name of a module that computes `training`: what torch.compile makes of a module has that one's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Watch:
     """Where a block's submodules, parameters, buffers and hooks lay, and as what, when its graphs were captured."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.attributes = [vars(module) for module in block.modules()]  # `training` among them
+        self.attributes = [_attributes(module) for module in block.modules()]  # `training` among them
         self.params = list(block.parameters())
         modules = [(path, module._modules) for path, module in block.named_modules()]
         parts = modules + list(hooks_of(block))

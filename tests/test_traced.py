@@ -63,6 +63,19 @@ def test_a_captured_block_is_replayed_in_a_compiled_model(device):
             torch.testing.assert_close(one, expected, rtol=2e-5, atol=2e-6)
 
 
+def test_a_compiled_part_of_a_captured_block_is_captured_in_both_modes(device):
+    block = Mixer().to(device)
+    block.leave = compiled(block.leave)
+    graphed = capture(block, Tier(24, 4))
+    for training in (True, False, True):
+        graphed.train(training)
+        x, cu = pack((5, 3), device, requires_grad=True)
+        found, = torch.autograd.grad(graphed(x, cu).sum(), x)
+        torch.testing.assert_close(found, torch.autograd.grad(block(x, cu).sum(), x)[0], rtol=2e-5, atol=2e-6)
+    captured(graphed, 3, backwards=3)
+    assert graphed.stats.captures == 2
+
+
 @pytest.mark.parametrize("trace", [
     lambda block, x: torch.export.export(block, (x,), strict=False),
     lambda block, x: make_fx(block, tracing_mode="fake", _allow_non_fake_inputs=True)(x),
