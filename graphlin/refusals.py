@@ -14,8 +14,8 @@ from graphlin.watch import hooks_of
 def check_block(block: nn.Module, device: torch.device | None = None) -> None:
     """Raises UnsupportedModule, naming the module and the remedy.
 
-    For hooks, FSDP and DistributedDataParallel inside the block, torch.compile with CUDA graphs of its own, and, given the
-    device, parameters and buffers elsewhere.
+    For hooks, FSDP, DistributedDataParallel and modules of torch.jit inside the block, torch.compile with CUDA graphs of its own,
+    and, given the device, parameters and buffers elsewhere.
     """
     for path, module in block.named_modules():
         name = path or "the block"
@@ -47,6 +47,9 @@ def _check_wrapper(name: str, module: nn.Module) -> None:
         raise UnsupportedModule(f"{name} is wrapped in DistributedDataParallel, whose reductions between processes are no "
                                 "part of a graph. Capture the module inside and wrap what capture returns: "
                                 "DistributedDataParallel(graphlin.capture(module, tier)).")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedModule(f"{name} is compiled by torch.jit, in whose modules no other parameters can stand for a capture. "
+                                "Capture the module that it was made from.")
     if isinstance(module, _fsdp_classes()):
         raise UnsupportedModule(f"{name} is wrapped in FSDP, which gathers its parameters at other addresses for each call. "
                                 "Capture what holds whole parameters, and shard with DistributedDataParallel or an "

@@ -129,6 +129,14 @@ def test_wrappers_for_many_processes_are_refused_inside(device, one_process):
         later(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 8))],
+                         ids=["script", "trace"])
+def test_a_module_of_torch_jit_is_refused(make):
+    with pytest.raises(UnsupportedModule, match="1 is compiled by torch.jit.*Capture the module that it was made from"):
+        capture(nn.Sequential(nn.Linear(8, 8), make(nn.Linear(8, 8))), TIER)
+
+
 def test_parts_on_another_device_are_named(device):
     block = Mixer().to(device)
     block.register_buffer("scale", torch.ones((), device="meta"))
