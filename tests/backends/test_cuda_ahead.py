@@ -18,10 +18,10 @@ from tests.backends.kernel import add_one
 
 
 @pytest.fixture
-def cuda(device):
-    if device.type != "cuda" or not hasattr(triton, "AsyncCompileMode"):
+def cuda(request):
+    if request.config.option.device != "cuda" or not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("Triton compiles for CUDA in threads, from 3.5 on")
-    return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @triton.jit
