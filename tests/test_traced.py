@@ -47,7 +47,7 @@ def test_a_captured_block_is_replayed_in_a_compiled_model(device):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.mixer, self.last = nn.Linear(8, 8), capture(Mixer(), Tier(24, 4)), nn.Linear(8, 8)
+            self.first, self.mixer, self.last = nn.Linear(8, 8), capture(Mixer().to(device), Tier(24, 4)), nn.Linear(8, 8)
 
         def forward(self, x, cu):
             return self.last(self.mixer(self.first(x), cu))
