@@ -232,8 +232,9 @@ def test_captured_layer_equals_eager_bit_for_bit_while_cu_seqlens_changes(device
 
 @each_layer
 def test_replays_of_a_captured_layer_equal_the_float64_layer(device, case):
-    """Three packs in one graph, forward and backward, with states."""
-    layer = case.make(device, num_v_heads=1)
+    """Three packs in one graph, forward and backward, with states. With a single head its ddt_bias would be one number, of which
+    little is left of the sum over tokens, and its error would be judged by that."""
+    layer = case.make(device)
     graphed = graphlin.capture(layer, graphlin.Tier(tokens=32, seqs=3, chunk_size=16), num_warmup_iters=1)
     for ends in ((0, 2, 2, 23), (0, 12, 31), (0, 32)):
         layer.zero_grad()
