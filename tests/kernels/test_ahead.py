@@ -144,15 +144,18 @@ class NoZeros(torch.nn.Module):
         return x @ scale
 
 
+def captured_without_zeros(device, compiler, monkeypatch, compiles):
+    if compiles:
+        monkeypatch.setattr(get_backend(device), "compiling", compiler.compiling)
+    block = NoZeros().to(device)
+    return block, capture(block, Tier(16, 3), num_warmup_iters=1), *pack([3, 6], device, width=4)
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_block_that_takes_no_zeros_is_captured(device, compiler, monkeypatch, compiles):
     if device.type != "cpu":
         return  # a capture reads no value of a device, which the block does
-    if compiles:
-        monkeypatch.setattr(get_backend(device), "compiling", compiler.compiling)
-    block = NoZeros().to(device)
-    x, cu = pack([3, 6], device, width=4)
-    graphed = capture(block, Tier(16, 3), num_warmup_iters=1)
+    block, graphed, x, cu = captured_without_zeros(device, compiler, monkeypatch, compiles)
     y = graphed(x, cu)
     captured(graphed, 1)
     assert block.runs == (4 if compiles else 3)
@@ -163,11 +166,7 @@ def test_a_block_that_takes_no_zeros_is_captured(device, compiler, monkeypatch, 
 def test_an_error_in_the_first_run_is_the_blocks_own(device, compiler, monkeypatch, compiles):
     if device.type != "cpu":
         return  # a capture reads no value of a device, which the block does
-    if compiles:
-        monkeypatch.setattr(get_backend(device), "compiling", compiler.compiling)
-    block = NoZeros().to(device)
-    x, cu = pack([3, 6], device, width=4)
-    graphed = capture(block, Tier(16, 3), num_warmup_iters=1)
+    block, graphed, x, cu = captured_without_zeros(device, compiler, monkeypatch, compiles)
     with torch.no_grad():
         block.weight.zero_()
     with pytest.raises(ZeroDivisionError, match="a scale of zeros"):
