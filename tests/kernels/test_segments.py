@@ -59,14 +59,13 @@ def test_every_segment_of_dense_sequences_has_one_place(device, rows):
 
 @pytest.fixture
 def split_in(device, monkeypatch):
-    """Makes the recurrence split sequences in so many segments of two chunks or more."""
+    """Makes the recurrence split sequences in so many segments, of two chunks or more."""
     backend = get_backend(device)
     own = backend.launch_record
 
-    def set_segments(segments):
+    def set_segments(segments, least=2):
         def changed(kernel, **problem):
-            record = own(kernel, **problem)
-            split = dict(SEGMENTS=segments, SEGMENT=2)
+            record, split = own(kernel, **problem), dict(SEGMENTS=segments, SEGMENT=least)
             return replace(record, tiles={**record.tiles, **split}) if kernel == "delta_recurrence" else record
         monkeypatch.setattr(backend, "launch_record", changed)
     return set_segments
@@ -95,6 +94,30 @@ def test_no_bit_depends_on_the_split(device, split_in, decay, dtype):
     for segments in (2, 5):
         split_in(segments)
         assert_bitwise(apply(drawn), expected, f"in {segments} segments")
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, split_in, dtype):
+    """A NaN in v of the first token of heads 0 and 1: head 0 forgets it before the sequence's second segment, head 1 does not."""
+    rows, cu = 4500 + 100 + 9000, cu_of((4500, 100, 9000), device)
+    q, k = (torch.randn(1, rows, 2, 128, device=device).to(dtype) for _ in range(2))
+    v, beta = torch.randn(1, rows, 4, 128, device=device).to(dtype), torch.rand(1, rows, 4, device=device)
+    g = torch.rand(1, rows, 4, device=device) * torch.tensor([-0.1, -0.001, -0.3, -2.0], device=device)
+
+    def run():
+        o, ht = graphlin.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu,
+                                                output_final_state=True)
+        return {"o": o, "ht": ht}
+
+    split_in(2, 32)
+    found = run()
+    split_in(1)
+    assert_bitwise(run(), found, "in one segment")
+    v[0, 4600, :2] = float("nan")
+    assert run()["o"][0, -1, :2].isnan().all()
+    split_in(2, 32)
+    assert run()["o"][0, -1].isfinite().all(1).tolist() == [True, False, True, True]
 
 
 def test_dense_sequences_are_split_too(device, split_in):
