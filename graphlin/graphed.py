@@ -253,8 +253,8 @@ class GraphedBlock(nn.Module):
         return mode.layout.varies and rows - tokens > self._max_padding * rows
 
     def _underflow(self, mode: Mode, rung: int, tokens: int) -> TierUnderflow:
-        return TierUnderflow(f"the input has {tokens} tokens, the smallest tier that it fits {mode.tiers[rung].tokens}: more than "
-                             f"max_padding={self._max_padding} of its rows would be padding; add a smaller tier "
+        return TierUnderflow(f"the input has {tokens} tokens, the smallest tier that it fits {mode.tiers[rung].tokens}: more "
+                             f"than max_padding={self._max_padding} of its rows would be padding; add a smaller tier "
                              "(graphlin.ladder makes several), or let such inputs run eagerly")
 
     def _other_mode(self, key: Key, leaves: list[torch.Tensor], structure: Structure) -> Mode:

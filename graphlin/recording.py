@@ -338,7 +338,7 @@ class _Recording:
         """Lets the graph deliver the first output that it can, and tells which that is."""
         for i, (tensor, roles) in enumerate(zip(tensors, self.mode.output_roles, strict=True)):
             if [role.kind for role in roles] == ["tokens"] and self.slot.deliver(tensor, roles[0].dim):
-                return Delivery(i, Leaf.of(f"output {i}", roles[0], tensor))
+                return Delivery(i, Leaf.of(f"output {i}", roles[0], tensor), self.backend.allocator(tensor.dtype, tensor.device))
         return None
 
     def _backward(self, pair: Pair, tensors: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from graphlin.backends import Graph
+from graphlin.backends import Allocate, Graph
 from graphlin.errors import ReplayError
 from graphlin.packing import Leaf, Output
 
@@ -29,15 +29,17 @@ class Copy(Protocol):
 
 @dataclass(frozen=True)
 class Delivery:
-    """The output that a forward graph writes into memory of the call's own: which of them it is, and its shape."""
+    """The output that a forward graph writes into memory of the call's own: which of them it is, its shape, and what makes
+    memory."""
 
     index: int
     leaf: Leaf
+    allocate: Allocate
 
-    def memory(self, static: torch.Tensor, tokens: int) -> torch.Tensor:
+    def memory(self, tokens: int) -> torch.Tensor:
         """Uninitialised memory for `tokens` rows of the output, contiguous; with strides it costs the host less than without."""
         before, after, row, strides = self._form
-        return static.new_empty_strided(before + (tokens,) + after, (row * (tokens or 1),) * len(before) + strides)
+        return self.allocate((*before, tokens, *after), (row * (tokens or 1),) * len(before) + strides)
 
     @cached_property
     def _form(self) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
@@ -124,9 +126,7 @@ class Pair:
 
     def fresh(self, tokens: int) -> torch.Tensor | None:
         """Memory of the call's own for what the graph delivers."""
-        if (delivery := self.delivery) is None:
-            return None
-        return delivery.memory(self.static_outputs[delivery.index], tokens)
+        return None if self.delivery is None else self.delivery.memory(tokens)
 
     def version(self) -> int:
         """Grows whenever something that the backward reads is written in place."""

@@ -22,9 +22,9 @@ def form_of(args: tuple, kwargs: Mapping[str, Any]) -> tuple:
 class Ticket:
     """The mode that a captured call was matched with. It admits calls of the same form whose key is the same, at any sizes.
 
-    PyTorch's guards tell in one step whether tensors have the types, dtypes, devices, requires_grad and fixed sizes of the call's,
-    and lie in the same dispatch keys. They are narrower than a key is, and so is the ticket: what it does not admit may still be
-    of the mode.
+    PyTorch's guards tell in one step whether tensors have the types, dtypes, devices, requires_grad, fixed sizes and dispatch
+    keys that the call's had. They are narrower than a key is, and so is the ticket: what it does not admit may still be of the
+    mode.
 
     >>> ticket = Ticket.of(call, signature, args, kwargs)
     >>> again = ticket.admit(args, kwargs, watch, None)
@@ -32,7 +32,7 @@ class Ticket:
 
     def __init__(self, call: Call, order: list[int], constants: list[tuple[int, Any]]) -> None:
         self._key, self._mode = call.key, call.mode
-        self._order = None if order == [*range(len(call.leaves))] else order
+        self._order = order if constants or order != sorted(order) else None  # None: what is given are the tensors, in order
         self._constants = constants
         layout = call.mode.layout
         varying = [None if leaf.role is None else leaf.role.dim for leaf in layout.leaves]

@@ -95,6 +95,7 @@ class NpuBackend:
 
     compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
+    allocator = GraphBackend.allocator
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return sum(event.name.startswith(_LAUNCHES) for event in events)
