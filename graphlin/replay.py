@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from graphlin.backends import Allocate, Graph
+from graphlin.backends import Allocate, Entry, Graph
 from graphlin.errors import ReplayError
 from graphlin.packing import Leaf, Output
 
@@ -17,12 +17,12 @@ _version = attrgetter("_version")
 
 
 class Copy(Protocol):
-    """Fills one static tensor from a call's tensor; `cu` tells the active rows, `offset` where the graph is to deliver."""
+    """Fills one static tensor from a call's tensor; `cu` tells the active rows. The one that fills static_cu too takes, beside
+    that, where the graph is to deliver and the Entry of its copy, if it has one."""
 
     static: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None,
-                 offset: int = 0) -> None: ...
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, *told: Any) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -53,7 +53,8 @@ class Pair:
     """Graphs of one mode in one slot, and the static tensors that they read and write.
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `delivery` is the
-    output that the graph copies to where the copy-in has told it to, None where there is none; `grads` are the
+    output that the graph copies to where the copy-in has told it to, None where there is none; `entry` is the copy-in of what
+    fills static_cu as a launch of the forward graph, None where no graph's launches can be given other tensors; `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
     backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
     those that require grad, and `reads` what the backward may read of the caller's: all parameters, the buffers that the
@@ -73,6 +74,7 @@ class Pair:
     rebuild: Callable[[list[torch.Tensor]], Any]
     copy_outputs: bool
     delivery: Delivery | None = None
+    entry: Entry | None = None
     backward: Graph | None = None
     grads: list[Copy] = field(default_factory=list)
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
@@ -82,15 +84,22 @@ class Pair:
     keeps: list[torch.Tensor] = field(default_factory=list)
     closed: bool = False
 
-    def copy_in(self, leaves: Sequence[torch.Tensor], fresh: torch.Tensor | None = None) -> None:
+    def copy_in(self, leaves: Sequence[torch.Tensor], fresh: torch.Tensor | None = None, entry: Entry | None = None) -> None:
         """Fills the static inputs, and tells the graph to deliver its output to `fresh`, if given, and else nowhere.
 
-        Before every replay, since a graph that is told nothing new delivers to where it did before.
+        Before every replay, since a graph that is told nothing new delivers to where it did before. With `entry` the next replay
+        does what it can of it; the tensors must live until that is enqueued.
         """
         cu = None if self.cu is None else leaves[self.cu].contiguous()
+        if self.entry is not None and (entry is None or cu is not leaves[self.cu]):
+            self.entry.enable(False)
+            entry = None
         offset = 0 if fresh is None else fresh.data_ptr() - self._delivered_from
         for index, copy, static_cu in self.inputs:
-            copy(leaves[index], cu, static_cu, offset)
+            if static_cu is None:
+                copy(leaves[index], cu)
+            else:
+                copy(leaves[index], cu, static_cu, offset, entry)
 
     def play(self, leaves: Sequence[torch.Tensor], tokens: int, seqs: int,
              batch: tuple[int, int] | None) -> list[torch.Tensor]:
@@ -98,8 +107,13 @@ class Pair:
         if self.closed:
             raise _reset_during_call()
         fresh = self.fresh(tokens)
-        self.copy_in(leaves, fresh)
-        self.forward.replay()
+        try:
+            self.copy_in(leaves, fresh, self.entry)
+            self.forward.replay()
+        except BaseException:  # what the static inputs hold now is not known
+            for left in self._left:
+                left.lent = True
+            raise
         if self.closed:
             raise _reset_during_call()
         outs = [fresh] * len(self.outputs)
@@ -108,6 +122,10 @@ class Pair:
         if batch is not None and fresh is not None:
             outs[self.delivery.index] = self.outputs[self.delivery.index].batched(fresh, batch)
         return outs
+
+    @property
+    def _left(self) -> list[Any]:
+        return [copy.left for _, copy, _ in self.inputs if hasattr(copy, "left")]
 
     @cached_property
     def _delivered_from(self) -> int:

@@ -169,3 +169,48 @@ def test_a_layer_continues_from_convolution_and_delta_states_in_tiers(device, la
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     captured(graphed, 3)
 
+
+
+def forms(lengths, device):
+    """A call whose tensors lie in several ways: aligned and not, strided, with lengths of either integer and strided ones."""
+    x, cu = pack(lengths, device)
+    loose = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    yield x, cu
+    yield loose, cu
+    yield x, cu.long()
+    yield x.mT.contiguous().mT, cu
+    yield x, torch.stack([cu, cu], 1)[:, 0]
+    yield loose, torch.cat([cu.new_zeros(1), cu])[1:]
+
+
+@torch.no_grad()
+def test_tensors_in_every_form_are_read_in_turns(device):
+    graphed = capture(Mixer().to(device), TIERS, num_warmup_iters=1)
+    calls = [call for lengths in ((5, 3), (24,), (1, 1, 9), (0, 2)) for call in forms(lengths, device)]
+    for i, (x, cu) in enumerate([*calls, *calls[::-1], *calls[::5]]):
+        assert_equal([graphed(x, cu)], [graphed.block(x, cu.contiguous())])
+        captured(graphed, i + 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_replay_that_fails_leaves_nothing_to_the_next(device, monkeypatch, error):
+    class Total(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return x + x.sum(1, keepdim=True)
+
+    def fail():
+        raise error("no replay")
+    graphed = capture(Total(), TIERS[:1], num_warmup_iters=1)
+    ones = torch.ones(1, 24, 8, device=device)
+
+    def total(rows):
+        return graphed(ones[:, :rows], torch.tensor([0, rows], dtype=torch.int32, device=device))
+    total(20)
+    (pair,), = next(iter(graphed._modes.values())).pairs.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.forward, "replay", fail)
+        with pytest.raises(error, match="no replay"):
+            total(3)
+    for rows in (4, 11, 2):
+        assert torch.equal(total(rows), torch.full((1, rows, 8), 1.0 + rows, device=device))

@@ -34,8 +34,19 @@ CompileAhead = Callable[[Any, tuple, Mapping[str, Any], LaunchRecord], None]
 # Makes uninitialised memory of these sizes and strides.
 Allocate = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
-# A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on.
+# A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on. It may have a
+# method `record`, which takes a graph that is being captured before these, launches into it, and returns the launch's Entry.
 Prepared = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], None]
+
+
+class Entry(Protocol):
+    """A launch in a captured graph that is given other arguments for the replays to come."""
+
+    def set(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> bool:
+        """Whether the launch could be given these arguments; if not, replays leave it out."""
+
+    def enable(self, enabled: bool) -> None:
+        """Whether replays do the launch at all."""
 
 
 class Graph(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
+from graphlin.backends.cuda.node import UpdatableGraph, can_update
 from graphlin.backends.diagnostics import blame, compiles_refused
 from graphlin.errors import CaptureError, GraphlinError, HostSync
 
@@ -32,7 +33,7 @@ def start_autograd(index: int) -> None:
 @contextmanager
 def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures the body on `stream`. After a failure the capture is ended, the graph reset and the stream usable."""
-    graph = torch.cuda.CUDAGraph()
+    graph = UpdatableGraph() if can_update() else torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), compiles_refused(torch.cuda.is_current_stream_capturing), _failures_typed():
         torch.cuda.empty_cache()  # what a warm-up left cached a capture can neither take nor free
         graph.capture_begin(pool=pool, capture_error_mode=error_mode)
@@ -40,6 +41,8 @@ def record(pool: Any, stream: torch.cuda.Stream, error_mode: str) -> Iterator[to
             with syncs_refused():
                 yield graph
             _end(graph)
+            if isinstance(graph, UpdatableGraph):
+                graph.instantiate()
         except BaseException:
             _abandon(graph, pool, stream.device)
             raise
