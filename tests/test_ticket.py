@@ -110,6 +110,17 @@ def test_what_is_part_of_a_key_is_looked_up(device, looked_up, what):
 
 
 @torch.no_grad()
+def test_another_dtype_of_autocast_is_looked_up(device, looked_up):
+    """The guards know only whether there is autocast."""
+    graphed = capture(nn.Linear(8, 8).to(device), TIERS)
+    x = torch.randn(4, 8, device=device)
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast(device.type, dtype):
+            assert graphed(x).dtype == dtype
+    captured(graphed, 4)
+
+
+@torch.no_grad()
 def test_flags_of_modules_and_parameters_are_looked_up(device, looked_up):
     graphed = capture(Mixer(dropout=0.5).to(device).eval(), TIERS)
     x, cu = pack((5, 3), device)
