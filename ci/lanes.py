@@ -52,8 +52,8 @@ LANES = (
          short=('make npu-compile ARGS="--variants main"',), container=DEBIAN),
     Lane("npu-signature", "the npu backend's calls against torch_npu's wheels; no NPU", ("make npu-signature",), minutes=15),
     Lane("npu", "the suite on the emulated Ascend device of ci/npu_rig; no NPU", ("make npu-test ARGS=--slow",), minutes=240,
-         short=('make npu-test ARGS="tests/backends/test_npu_graph.py tests/ops/test_chunks.py '
-                'tests/test_capture_layers.py"',), container=DEBIAN),
+         short=('make npu-test ARGS="tests/backends/test_accelerator.py tests/backends/test_npu_graph.py '
+                'tests/ops/test_chunks.py tests/test_capture_layers.py"',), container=DEBIAN),
     Lane("cuda-a100", "A100 (sm_80): the suite and the demo", ON_CUDA, runner="a100"),
     Lane("cuda-h100", "H100 (sm_90): the suite and the demo", ON_CUDA, runner="h100"),
     Lane("cuda-h200", "H200 (sm_90): the suite and the demo", ON_CUDA, runner="h200"),

@@ -1,4 +1,4 @@
-"""Binds every call that graphlin/backends/npu makes of torch_npu against the signatures in torch_npu's own wheels.
+"""Binds every call that the npu backend makes of torch_npu against the signatures in torch_npu's own wheels.
 
     python ci/npu_signature.py [VERSION...]                   # 2.13.0 2.10.0.post7; downloads them, runs none
 
@@ -17,10 +17,14 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKEND = ROOT / "graphlin" / "backends" / "npu"
+BACKENDS = ROOT / "graphlin" / "backends"
+FILES = [BACKENDS / "accelerator.py", *sorted((BACKENDS / "npu").glob("*.py"))]
 WHEELS = ROOT / "build" / "npu-wheels"
 VERSIONS = ("2.13.0", "2.10.0.post7")
 GRAPH = "NPUGraph"
+# Where the backend finds what it calls, and what stands for that in `Call.name`; its base class has torch.npu as `self._module`.
+OWNERS = {"torch.npu.": "", "self._module.": "", f"torch.npu.{GRAPH}.": f"{GRAPH}.", "graph.": f"{GRAPH}.",
+          "torch_npu._C.": "_C."}
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,23 @@ class Call:
 
 def backend_calls(files: list[Path]) -> list[Call]:
     """Every call of torch.npu and of its graph in these files."""
-    return [call for path in files for part in ast.parse(path.read_text()).body for node in ast.walk(part)
-            if isinstance(node, ast.Call) for call in _calls(path, part, node)]
+    return [call for path in files for node in ast.walk(ast.parse(path.read_text())) for call in _calls(path, node)]
 
 
-def _calls(path: Path, part: ast.stmt, node: ast.Call) -> Iterator[Call]:
-    """The call of one node inside a top-level part of a file; `super()` is the graph in a class that is one."""
-    text = ast.unparse(node.func)
-    of_graph = isinstance(part, ast.ClassDef) and any(GRAPH in ast.unparse(base) for base in part.bases)
-    owners = {"torch.npu.": "", "torch_npu._C.": "_C.", "graph.": f"{GRAPH}."} | ({"super().": f"{GRAPH}."} if of_graph else {})
-    for prefix, owner in owners.items():
-        if text.startswith(prefix) and text.count(".") == prefix.count("."):
-            yield Call(f"{path.name}:{node.lineno}", owner + text.removeprefix(prefix), len(node.args),
-                       tuple(keyword.arg for keyword in node.keywords))
+def _calls(path: Path, node: ast.AST) -> Iterator[Call]:
+    """The call at one node; what is handed on there, to a decorator or in an assignment, counts as called without arguments."""
+    if isinstance(node, ast.Call):
+        yield from _call(path, node.func, len(node.args), tuple(keyword.arg for keyword in node.keywords))
+    handed_on = node.args if isinstance(node, ast.Call) else [node.value] if isinstance(node, ast.Assign) else []
+    for function in handed_on:
+        yield from _call(path, function)
+
+
+def _call(path: Path, function: ast.expr, positional: int = 0, keywords: tuple[str, ...] = ()) -> Iterator[Call]:
+    text = ast.unparse(function)
+    for prefix, owner in OWNERS.items():
+        if isinstance(function, ast.Attribute) and text.startswith(prefix) and text.count(".") == prefix.count("."):
+            yield Call(f"{path.name}:{function.lineno}", owner + text.removeprefix(prefix), positional, keywords)
 
 
 def wheel_signatures(wheel: Path) -> dict[str, list[inspect.Signature]]:
@@ -113,13 +121,13 @@ def main() -> int:
     """Checks the versions that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", default=VERSIONS)
-    calls, faults = backend_calls(sorted(BACKEND.glob("*.py"))), 0
+    calls, faults = backend_calls(FILES), 0
     for version in parser.parse_args().versions:
         signatures = wheel_signatures(fetch(version))
         for call in calls:
             wrong = call.fault(signatures)
             faults += bool(wrong)
-            print(f"torch_npu {version:<14}{call.where:<16}{call.name:<32}{'FAULT ' + wrong if wrong else 'binds'}")
+            print(f"torch_npu {version:<14}{call.where:<20}{call.name:<32}{'FAULT ' + wrong if wrong else 'binds'}")
     print(f"npu-signature: {len(calls) * len(parser.parse_args().versions) - faults} passed, {faults} failed")
     return 1 if faults or not calls else 0
 

@@ -1,5 +1,7 @@
 """Small blocks to capture, and the calls and comparisons that the capture tests share."""
 
+from time import monotonic, sleep
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -93,3 +95,11 @@ def captured(graphed, replays, *, backwards=None, **eager):
     assert (stats.replays, dict(stats.eager)) == (replays, eager), stats
     if backwards is not None:
         assert stats.backward_replays == backwards, stats
+
+
+def until_slots_are_free(graphed):
+    """Waits for autograd's thread of the device, which lets go of a backward that failed a moment after it raised the error."""
+    deadline = monotonic() + 10
+    while any(slot.busy for slot in graphed._slots):
+        assert monotonic() < deadline, "a slot stays busy"
+        sleep(0.001)

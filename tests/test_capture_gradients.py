@@ -10,7 +10,7 @@ from graphlin.capture import capture
 from graphlin.errors import CaptureError, ReplayError, SlotInUse, StructureMismatch
 from graphlin.tier import Tier
 from graphlin.verify import verify
-from tests.blocks import Mixer, assert_equal, captured, gradients, pack
+from tests.blocks import Mixer, assert_equal, captured, gradients, pack, until_slots_are_free
 
 TIER = Tier(tokens=24, seqs=4)
 PACKS = [(5, 3), (24,), (1, 0, 7, 2), (6, 6, 6, 6), (2, 21)]
@@ -215,6 +215,7 @@ def test_weights_changed_before_the_backward_are_noticed_as_in_eager(device, mix
         with pytest.raises(error, match="modified "):
             loss.backward()
     del loss
+    until_slots_are_free(mixer)
     mixer(x, cu).sum().backward()
     captured(mixer, 2, backwards=1)
 

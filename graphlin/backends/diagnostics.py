@@ -1,19 +1,41 @@
-"""What backends share to tell about an error: the line that it names, and a kernel that would compile inside a capture."""
+"""What backends share to tell about an error: what is meant by it, the line that it names, and a kernel that would compile
+inside a capture."""
 
 import os
+import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphlin.errors import ColdKernel
+from graphlin.errors import ColdKernel, GraphlinError
 
 _PACKAGE = Path(__file__).parents[1]
 _MACHINERY = tuple(f"{path}{os.sep}"
                    for path in (_PACKAGE / "backends", _PACKAGE / "kernels", Path(torch.__file__).parent))
+
+# A pattern of a device's own error text, the error that it means here, and that one's text, with {line} and {error} in it.
+Meaning = tuple[str, type[GraphlinError], str]
+WAITS = ("the block waits for the device at {line}: a graph cannot repeat that. Keep the value on the device (masks, "
+         "torch.where, bounded sizes) or compute it outside the block.")
+
+
+@contextmanager
+def failures_typed(meanings: Sequence[Meaning]) -> Iterator[None]:
+    """Raises the typed error of a failure of the body that is known by its text, the first that fits; others pass, and so does a
+    lack of memory."""
+    try:
+        yield
+    except (GraphlinError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        for pattern, kind, text in meanings:
+            if re.search(pattern, str(error)):
+                raise kind(text.format(line=blame(traceback.extract_tb(error.__traceback__)), error=error)) from error
+        raise
 
 
 def blame(frames: Iterable[traceback.FrameSummary]) -> str:

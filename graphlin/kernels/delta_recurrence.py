@@ -9,6 +9,8 @@ multiply `[BT, BV]` tiles instead: k̃ S = (e^G r_k)∘(k S). The two recurrence
 transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that they stay in registers.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, seq
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.launch import launch, programs_of, record_for, stages_of
 from graphlin.kernels.packing import Packing
+from graphlin.kernels.segments import chunks_to_forget, later_segment, later_segments, segment_end
 
 
 @triton.jit
@@ -111,16 +114,18 @@ def _store_output(p_o, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL: tl.constex
 
 
 @triton.jit
-def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T, NS,
+def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_n, i_hv, i_v, bos, n, start, begin, end, NS,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                 OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
                 STAGES: tl.constexpr):
-    """Carries S over one sequence. OUTPUT: writes o (and ht); else stores what the gradients need, S before each chunk and E."""
-    i_n = i_nh // HV
-    i_hv = i_nh % HV
+    """Carries S over the chunks start to end - 1 of one sequence, from h0 if `begin` is its first, else from nothing.
+
+    OUTPUT: writes o of the chunks from `begin` on (and ht at the end of the sequence); else stores what the gradients need, S
+    before each chunk and E.
+    """
+    i_nh = i_n * HV + i_hv
     i_h = i_hv // (HV // H)
-    bos, n = sequence(cu, i_n, T, VARLEN)
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -129,8 +134,9 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
     o_tt = o_c[:, None] * BT + o_c[None, :]
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
     if USE_H0:
-        b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
-    for i_t in tl.range(0, (n + BT - 1) // BT, num_stages=STAGES):
+        if begin == 0:
+            b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
+    for i_t in tl.range(start, end, num_stages=STAGES):
         row = bos + i_t * BT
         left = n - i_t * BT
         p = chunk_slot(bos, i_n, i_t, BT, NS) * HV + i_hv
@@ -156,27 +162,25 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_nh, i_v, cu, T
             b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
             b_p = tl.load(P + p * (BT * BT) + o_tt)
             if not PER_CHANNEL:
-                if left > 0:        # as in _store_rows
+                if (left > 0) & (i_t >= begin):     # left > 0: as in _store_rows
                     _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
             else:
                 _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
         else:
             _store_rows(E + p_v + o_tv, b_e, m_tv, left, not PER_CHANNEL)
     if STORE_HT:
-        _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
+        if end * BT >= n:
+            _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
 
 
 @triton.jit
-def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, cu, T, NS,
+def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_n, i_hv, i_v, bos, n, NS,
                    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                    BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
-                   VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                   STAGES: tl.constexpr):
+                   PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, STAGES: tl.constexpr):
     """Carries R over one sequence, last chunk first; stores R after each chunk, dv and dh0."""
-    i_n = i_nh // HV
-    i_hv = i_nh % HV
+    i_nh = i_n * HV + i_hv
     i_h = i_hv // (HV // H)
-    bos, n = sequence(cu, i_n, T, VARLEN)
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -216,33 +220,82 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_nh, i_v, c
 
 
 @triton.jit
-def _has_work(cu, i_n, T, STATES: tl.constexpr, VARLEN: tl.constexpr):
-    """Whether a sequence has rows, or at least a state to hand on. An empty loop is not free: its loads ahead are set up."""
-    work = True
-    if VARLEN and not STATES:
-        _, n = sequence(cu, i_n, T, VARLEN)
-        work = n > 0
-    return work
+def _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, i_task, places, cu, N, T, NS,
+                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                 BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                 PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, SEGMENTS: tl.constexpr,
+                 SEGMENT: tl.constexpr, STAGES: tl.constexpr):
+    """A segment of one sequence, value head and V tile: first those that may begin at `places`, then each sequence's first."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_hv = i_task // NV % HV
+    i_n = i_task // (HV * NV)
+    begin = 0
+    if SEGMENTS > 1:
+        if i_n < places:
+            i_n, begin = later_segment(cu, i_n, N, T, BT, SEGMENTS, SEGMENT, VARLEN)
+        else:
+            i_n -= places
+    bos, n = sequence(cu, tl.maximum(i_n, 0), T, VARLEN)
+    start = begin
+    end = (n + BT - 1) // BT
+    # A sequence has rows, or at least a state to hand on. An empty loop is not free: its loads ahead are set up.
+    work = ((n > 0) | STORE_HT) & (i_n >= 0)
+    if SEGMENTS > 1:
+        if begin > 0:
+            chunks = chunks_to_forget(G, b, bos, i_n, begin, i_hv, NS, HV, BT, SEGMENT)
+            start = begin - chunks
+            work = work & (chunks <= SEGMENT)
+        if work & (end > SEGMENT):
+            end = segment_end(G, b, bos, i_n, begin, end, i_hv, NS, HV, BT, SEGMENTS, SEGMENT)
+    if work:
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_n, i_hv, i_task % NV, bos, n, start, begin, end, NS, H,
+                    HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
 
 
-@triton.jit(do_not_specialize=["N", "T", "NS"])
-def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, cu, N, T, NS,
+@triton.jit(do_not_specialize=["N", "T", "NS", "places"])
+def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, b, cu, N, T, NS, places,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                     PERSISTENT: tl.constexpr, STAGES: tl.constexpr):
-    """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K."""
+                     PERSISTENT: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr):
+    """Tasks (segment, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K. A sequence
+    is one segment, or up to SEGMENTS of at least SEGMENT chunks each (see `segments`)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     if PERSISTENT:
-        for i_task in range(tl.program_id(0), N * (HV * NV), tl.num_programs(0)):
-            _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_task // NV, i_task % NV, cu, T, NS, H,
-                        HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
-    elif _has_work(cu, tl.program_id(0) // (HV * NV), T, STORE_HT, VARLEN):
-        _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, tl.program_id(0) // NV, tl.program_id(0) % NV, cu,
-                    T, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, True, PER_CHANNEL, PREC, COPY_LHS,
-                    STAGES)
+        for i_task in range(tl.program_id(0), (N + places) * (HV * NV), tl.num_programs(0)):
+            _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, i_task, places, cu, N, T, NS, H, HV, K, V, BT, BK, BV,
+                         USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENTS, SEGMENT, STAGES)
+    else:
+        _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, tl.program_id(0), places, cu, N, T, NS, H, HV, K, V, BT, BK,
+                     BV, USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENTS, SEGMENT, STAGES)
     if VARLEN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
+
+
+@triton.jit
+def _state_task(q, k, kw, v, A, P, G, scales, h0, St, E, i_task, cu, T, NS,
+                H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, USE_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+                PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, STAGES: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    bos, n = sequence(cu, i_task // (HV * NV), T, VARLEN)
+    if n > 0:
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // (HV * NV), i_task // NV % HV, i_task % NV, bos,
+                    n, 0, 0, (n + BT - 1) // BT, NS, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, False, PER_CHANNEL, PREC,
+                    COPY_LHS, STAGES)
+
+
+@triton.jit
+def _gradient_task(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task, cu, T, NS,
+                   H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                   BV: tl.constexpr, USE_DHT: tl.constexpr, STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr,
+                   VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+                   STAGES: tl.constexpr):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    bos, n = sequence(cu, i_task // (HV * NV), T, VARLEN)
+    if (n > 0) | STORE_DH0:
+        _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // (HV * NV), i_task // NV % HV, i_task % NV, bos,
+                       n, NS, H, HV, K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, PER_CHANNEL, PREC, COPY_LHS, STAGES)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])
@@ -255,7 +308,7 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
     """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
     program each or, PERSISTENT, grid-stride in each half of the programs. INTERLEAVED: the halves are the even and the odd
     programs, so that no recurrence waits for programs of empty sequences."""
-    NV: tl.constexpr = (V + BV - 1) // BV
+    tasks = N * (HV * ((V + BV - 1) // BV))
     half = tl.num_programs(0) // 2
     if INTERLEAVED:
         i_p = tl.program_id(0) // 2
@@ -265,35 +318,37 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
         backward = tl.program_id(0) < half
     if PERSISTENT:
         if backward:
-            for i_task in range(i_p, N * (HV * NV), half):
-                _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task // NV, i_task % NV, cu, T, NS, H, HV,
-                               K, V, BT, BK, BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+            for i_task in range(i_p, tasks, half):
+                _gradient_task(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task, cu, T, NS, H, HV, K, V, BT, BK, BV,
+                               USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
         else:
-            for i_task in range(i_p, N * (HV * NV), half):
-                _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // NV, i_task % NV, cu, T, NS, H, HV,
-                            K, V, BT, BK, BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+            for i_task in range(i_p, tasks, half):
+                _state_task(q, k, kw, v, A, P, G, scales, h0, St, E, i_task, cu, T, NS, H, HV, K, V, BT, BK, BV, USE_H0, V_FIRST,
+                            VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     elif backward:
-        if _has_work(cu, i_p // (HV * NV), T, STORE_DH0, VARLEN):
-            _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
-                           BV, USE_DHT, STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
-    elif _has_work(cu, i_p // (HV * NV), T, False, VARLEN):
-        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_p // NV, i_p % NV, cu, T, NS, H, HV, K, V, BT, BK,
-                    BV, USE_H0, False, V_FIRST, VARLEN, False, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+        _gradient_task(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_p, cu, T, NS, H, HV, K, V, BT, BK, BV, USE_DHT,
+                       STORE_DH0, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+    else:
+        _state_task(q, k, kw, v, A, P, G, scales, h0, St, E, i_p, cu, T, NS, H, HV, K, V, BT, BK, BV, USE_H0, V_FIRST, VARLEN,
+                    PER_CHANNEL, PREC, COPY_LHS, STAGES)
     if VARLEN:
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
 
-def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
+def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool, l2norm: bool,
                    packing: Packing) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o like v, and the final state float32 if wanted."""
+    """o like v, and the final state float32 if wanted. l2norm: of k by the prep kernel, which allows to split a sequence."""
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    grid = programs_of(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, packing.cu, packing.N, packing.T, packing.NS,
-           record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht, V_FIRST=v_first,
-           VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
+    places = 0 if operands.per_channel or not l2norm else later_segments(packing, record)
+    if not places:
+        record = replace(record, tiles=dict(record.tiles, SEGMENTS=1))
+    grid = programs_of((packing.N + places) * HV * -(-V // record.tiles["BV"]), record, v.device)
+    launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, operands.b, packing.cu, packing.N, packing.T,
+           packing.NS, places, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht,
+           V_FIRST=v_first, VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
     return o, ht
 
 

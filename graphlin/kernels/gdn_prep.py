@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphlin.backends import get_backend
 from graphlin.kernels.common import chunk, chunk_count, chunk_cumsum, chunk_slot, keep, row_mask, sequence
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_matrix, decay_rate, inverse_norm, load_head_gates, load_strength, masked_decay
@@ -71,12 +72,12 @@ def _store_scales(scales, p, BT: tl.constexpr, b_G, b_gl, b_b, b_rq, b_rk):
 
 
 @triton.jit
-def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_h, cu, T, NS, scale,
+def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_h, first, heads, cu, T, NS, scale,
                 H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
                 PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
                 COPY_LHS: tl.constexpr):
-    R: tl.constexpr = HV // H
+    """A, P, G and b of the value heads `first` to `first + heads - 1` of key head i_h."""
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -104,8 +105,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
         kk_11 = kk_11 * rk_1[:, None] * rk_1[None, :]
         qk_11 = qk_11 * (rq_1 * scale)[:, None] * rk_1[None, :]
     low = o_h[:, None] > o_h[None, :]
-    for i_r in range(0, R):
-        i_hv = i_h * R + i_r
+    for i_r in range(first, first + heads):
+        i_hv = i_h * (HV // H) + i_r
         p = slot * HV + i_hv
         p_g = row * HV + i_hv
         p_c = p * (BT * BT) + o_h[:, None] * BT + o_h[None, :]
@@ -144,21 +145,24 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
         _store_scales(scales, p * (3 * BT) + o_h, BT, G_0, b_gl, b_0, rq_0 * scale, rk_0)
 
 
-@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS"])
-def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, scale,
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS", "PARTS"])
+def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, PARTS, scale,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
              GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
              COPY_LHS: tl.constexpr):
-    """Tasks (chunk, key head), grid-stride; a task makes A, P, G, b of all value heads of its key head, and rq, rk."""
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * H, tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // H, NTS, VARLEN)
+    """Tasks (chunk, key head, one of PARTS of its value heads), grid-stride; each makes rq and rk, and A, P, G, b of its value
+    heads."""
+    heads = HV // H // PARTS
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * PARTS), tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // (H * PARTS), NTS, VARLEN)
         live = True
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_task % H, cu, T, NS, scale,
-                        H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC, PREC_INV, BI, DOT_BLOCKS, COPY_LHS)
+            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_task // PARTS % H,
+                        i_task % PARTS * heads, heads, cu, T, NS, scale, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC,
+                        PREC_INV, BI, DOT_BLOCKS, COPY_LHS)
 
 
 def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prologue: Prologue, packing: Packing,
@@ -168,9 +172,12 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     H, K, HV, BT, NS = q.shape[2], q.shape[3], g.shape[2], packing.BT, packing.NS
     square = [q.new_empty(NS, HV, BT, BT) for _ in "AP"]
     rows = [q.new_empty(NS, *shape, BT, dtype=torch.float32) for shape in ((HV,), (HV, 3), (HV,), (H,), (H,))]
-    operands = Operands(q, k, None, *square, *rows, c=None)
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
-    launch(gdn_prep, grid_stride(packing.NT * H, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
-           *operands[3:-1], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, scale, record=record,
-           H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
+    operands = Operands(q, k, None, *square, *rows, c=None)
+    # Few chunks: a program for each value head, though it makes the products of keys again.
+    tasks = packing.NT * HV
+    parts = HV // H if tasks <= 2 * get_backend(q.device).num_cores(q.device) else 1
+    launch(gdn_prep, grid_stride(packing.NT * H * parts, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
+           *operands[3:-1], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, parts, scale,
+           record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     return operands

@@ -67,21 +67,6 @@ def test_a_failed_capture_gives_its_memory_back(cuda, failure):
     assert reserved() <= before + (4 << 20)
 
 
-FIRST_USE = """
-import torch, warnings, graphlin
-warnings.simplefilter("error")
-graphed = graphlin.capture(torch.nn.Linear(8, 8).to("{0}"), graphlin.Tier(8, 2))
-x = torch.randn(4, 8, device="{0}")
-graphed(x).sum().backward()
-assert graphlin.verify(graphed, x).ok and graphed.stats.backward_replays == 1
-"""
-
-
-def test_the_first_capture_of_a_process_warns_of_nothing(device):
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    subprocess.run([sys.executable, "-c", FIRST_USE.format(device.type)], check=True, env=os.environ | {"PYTHONPATH": paths})
-
-
 FORK = """
 import os, graphlin, torch
 child = os.fork()
@@ -111,16 +96,6 @@ def test_modes_of_a_slot_use_the_same_memory(cuda):
         graphed.eval()(x)
     assert graphed.held_bytes() < held + (32 << 20)
     assert (graphed.stats.replays, graphed.stats.captures) == (2, 2)
-
-
-def test_pool_bytes_are_the_segments_of_the_pool(cuda):
-    backend = get_backend(cuda)
-    pool = backend.new_pool()
-    assert backend.pool_bytes(pool, cuda) == 0
-    graph, out = record(cuda, lambda: torch.zeros(16 << 20, device=cuda) + 1, pool)
-    assert 64 << 20 <= backend.pool_bytes(pool, cuda) <= 256 << 20
-    graph.replay()
-    assert (out == 1).all()
 
 
 def test_device_facts(cuda):

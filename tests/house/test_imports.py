@@ -12,8 +12,8 @@ MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
            "graphlin.turn", "graphlin.modes", "graphlin.ticket", "graphlin.graphed", "graphlin.refusals", "graphlin.recording",
            "graphlin.capture", "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
-DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.diagnostics", "graphlin.backends.interpreter",
-          "graphlin.backends.memory"}
+DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.accelerator", "graphlin.backends.diagnostics",
+          "graphlin.backends.interpreter", "graphlin.backends.memory"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.

@@ -1,96 +1,58 @@
 """The NVIDIA backend: compiled Triton kernels and CUDA graphs."""
 
-import importlib.util
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import _empty_strided_cuda
 
-from graphlin.backends.cuda import graph as cuda_graph
+from graphlin.backends.accelerator import AcceleratorBackend
 from graphlin.backends.cuda.ahead import compiling
+from graphlin.backends.cuda.graph import BREAKS, SYNCS, QuietGraph, abandon, start_autograd
 from graphlin.backends.cuda.launch import PreparedLaunch, run_compiled
 from graphlin.backends.cuda.memory import CachingPool
+from graphlin.backends.cuda.node import UpdatableGraph, can_update
 from graphlin.backends.cuda.tiles import launch_record
-from graphlin.backends.interpreter import is_interpreting
-from graphlin.backends.memory import without_ownership
-from graphlin.backends.protocol import Allocate, CompileAhead, LaunchRecord
-
-# Beginnings of the runtime and driver calls that put work on a stream, as the profiler names them.
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+from graphlin.backends.protocol import Allocate
 
 
-class CudaBackend:
+class CudaBackend(AcceleratorBackend):
     """A thin layer over `torch.cuda`."""
 
     device_type = "cuda"
+    failures, sync_failures = BREAKS, SYNCS
+    launch_calls = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+    pool_model = CachingPool
+    abandon = staticmethod(abandon)
+    launch_record = staticmethod(launch_record)
+    launch = staticmethod(run_compiled)
+    compiling = staticmethod(compiling)
+    prepare = PreparedLaunch
 
     @cached_property
-    def _available(self) -> bool:
-        return (torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-                and not is_interpreting())
-
-    def is_available(self) -> bool:
-        return self._available
-
-    def new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def pool_bytes(self, pool: Any, device: torch.device) -> int:
-        return cuda_graph.pool_bytes(pool, device)
-
-    def pool_model(self) -> CachingPool:
-        return CachingPool()
-
-    def unowned(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return without_ownership(tensors)
+    def graph_type(self) -> type[QuietGraph]:
+        return UpdatableGraph if can_update() else QuietGraph
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        cuda_graph.start_autograd(_index(device))
-        return torch.cuda.Stream(device)
+        start_autograd(self._index(device))
+        return super().side_stream(device)
 
-    def stream(self, stream: torch.cuda.Stream) -> AbstractContextManager:
-        return torch.cuda.stream(stream)
-
-    def synchronize(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-
-    def syncs_refused(self) -> AbstractContextManager:
-        return cuda_graph.syncs_refused()
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def capture(self, *, pool: Any, stream: torch.cuda.Stream,
-                error_mode: str = "thread_local") -> AbstractContextManager[torch.cuda.CUDAGraph]:
-        return cuda_graph.record(pool, stream, error_mode)
+    @contextmanager
+    def capture(self, *, pool: Any, stream: torch.cuda.Stream, error_mode: str = "thread_local") -> Iterator[QuietGraph]:
+        """A host sync is refused before it could invalidate the capture."""
+        with super().capture(pool=pool, stream=stream, error_mode=error_mode) as graph, self.syncs_refused():
+            yield graph
 
     def arch(self, device: torch.device) -> str:
-        return _arch(_index(device))
+        return _arch(self._index(device))
 
     def num_cores(self, device: torch.device) -> int:
-        return _multiprocessors(_index(device))
-
-    def launch_record(self, kernel: str, *, arch: str, K: int, V: int, R: int, BT: int, dtype: torch.dtype) -> LaunchRecord:
-        return launch_record(kernel, arch=arch, K=K, V=V, R=R, BT=BT, dtype=dtype)
-
-    def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
-        run_compiled(kernel, grid, args, constexprs, record)
-
-    def compiling(self) -> AbstractContextManager[CompileAhead | None]:
-        return compiling()
-
-    def prepare(self, kernel: Any, grid: int, fixed: tuple, constexprs: Mapping[str, Any],
-                record: LaunchRecord) -> PreparedLaunch:
-        return PreparedLaunch(kernel, grid, fixed, constexprs, record)
+        return _multiprocessors(self._index(device))
 
     def allocator(self, dtype: torch.dtype, device: torch.device) -> Allocate:
-        return partial(_empty_on, _index(device), dtype)
-
-    def count_launches(self, events: Sequence[Any]) -> int:
-        return sum(event.name.startswith(_LAUNCHES) for event in events)
+        return partial(_empty_on, self._index(device), dtype)
 
 
 def _empty_on(index: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -98,10 +60,6 @@ def _empty_on(index: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: t
     if torch._C._cuda_getDevice() == index:
         return _empty_strided_cuda(sizes, strides, dtype)
     return torch.empty_strided(sizes, strides, dtype=dtype, device=torch.device("cuda", index))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache

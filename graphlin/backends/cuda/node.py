@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from graphlin.backends.cuda.graph import QuietGraph
+
 _UINT, _POINTER, _SIZE = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
 _NEEDED = ("cuStreamGetCaptureInfo_v2", "cuGraphKernelNodeGetParams_v2", "cuGraphExecKernelNodeSetParams_v2",
            "cuGraphNodeSetEnabled", "cuFuncGetParamInfo", "cuKernelGetParamInfo")
@@ -31,7 +33,7 @@ def _driver() -> Any:
     return driver if all(hasattr(driver, name) for name in _NEEDED) else None
 
 
-class UpdatableGraph(torch.cuda.CUDAGraph):
+class UpdatableGraph(QuietGraph):
     """A graph whose launches may be given other arguments. `executable` is null until it is captured and after a reset."""
 
     def __new__(cls) -> "UpdatableGraph":
@@ -41,8 +43,9 @@ class UpdatableGraph(torch.cuda.CUDAGraph):
         super().__init__(keep_graph=True)
         self.executable = _POINTER()
 
-    def instantiate(self) -> None:
-        super().instantiate()
+    def capture_end(self) -> None:
+        super().capture_end()
+        self.instantiate()
         self.executable.value = self.raw_cuda_graph_exec()
 
     def reset(self) -> None:

@@ -48,6 +48,12 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=64, PERSISTENT=False), num_stages=3)
 
 
+def _output_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """32 value heads with two tiles of V each take half of an H200's cores: a long sequence is split in two."""
+    record = _long_recurrence(arch, K, V, R, dtype)
+    return replace(record, tiles=dict(record.tiles, SEGMENTS=2 if record.num_stages == 3 else 1, SEGMENT=32))
+
+
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """Both of a sequence side by side: in a tier that is not full the second would wait for programs without work."""
     record = _long_recurrence(arch, K, V, R, dtype)
@@ -144,7 +150,7 @@ _RECORDS = {
     "norm_forward": _norm_forward,
     "norm_backward": _norm_backward,
     "gdn_prep": _prep,
-    "delta_recurrence": _long_recurrence,
+    "delta_recurrence": _output_recurrence,
     "delta_two_recurrences": _two_recurrences,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,
