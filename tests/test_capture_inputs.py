@@ -168,3 +168,4 @@ def test_a_layer_continues_from_convolution_and_delta_states_in_tiers(device, la
     for found, expected in zip(final, states, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     captured(graphed, 3)
+
