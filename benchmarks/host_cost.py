@@ -154,13 +154,13 @@ def contestants_for(device: torch.device, tokens: int, hidden_size: int) -> dict
         return step
 
     with torch.no_grad(), graphed.acquired((x,), {"cu_seqlens": cu}) as (call, _, pair):
-        copy_in, memory = partial(pair.copy_in, call.leaves), partial(pair.fresh, call.sizes[0])
+        copy_in, memory = partial(pair.copy_in, call.leaves, None, pair.entry), partial(pair.fresh, call.sizes[0])
     return {YARDSTICK: Contestant(lambda: sum(i * i for i in range(256))),
             "captured, no gradients": Contestant(calls["captured"]),
             "of that, memory for the output": Contestant(memory),
             "of that, copy-in": Contestant(copy_in),
-            # after a copy-in that has told the graph to deliver nowhere
-            "of that, graph launch": Contestant(pair.forward.replay, before=copy_in),
+            # after a copy-in that the graph does not repeat, and that has told it to deliver nowhere
+            "of that, graph launch": Contestant(pair.forward.replay, before=partial(pair.copy_in, call.leaves)),
             "eager, no gradients": Contestant(calls["eager"]),
             **{f"{name}, forward with gradients": Contestant(call, grad=True) for name, call in calls.items()},
             **{f"{name}, forward and backward": Contestant(trains(call), grad=True) for name, call in calls.items()}}

@@ -26,6 +26,7 @@ from graphlin.price import Price, check_budget
 from graphlin.rehearsal import Specimen, autocast_dtype, rehearse
 from graphlin.replay import Pair, Run, replay_with_grad
 from graphlin.slots import Held, Slot
+from graphlin.ticket import Ticket, form_of
 from graphlin.tier import Tier
 from graphlin.turn import Turn
 from graphlin.watch import Watch
@@ -99,9 +100,10 @@ class GraphedBlock(nn.Module):
         self._watch = Watch(self.block)
         self._slots: list[Slot] = []
         self._modes: dict[Key, Mode] = {}
+        self._tickets: dict[tuple, Ticket] = {}  # of captured modes, by the form of a call
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"stats", "signature", "backend", "_turn", "_watch", "_slots", "_modes"}
+        own = {"stats", "signature", "backend", "_turn", "_watch", "_slots", "_modes", "_tickets"}
         state = super().__getstate__() | {"_known": self._known | self._modes.keys()}
         return {name: value for name, value in state.items() if name not in own}
 
@@ -170,18 +172,33 @@ class GraphedBlock(nn.Module):
             raise StructureMismatch("forward-mode derivatives or a transform of torch.func (vmap, grad, jvp, ...) are taken "
                                     "around the call, and a replay knows neither; it runs eagerly. Use backward() or "
                                     "torch.autograd.grad, or call the block itself, graphed.block(...), where they are needed")
+        return self._recall(args, kwargs) or self._look_up(args, kwargs)
+
+    def _recall(self, args: tuple, kwargs: dict) -> Call | None:
+        """A call like one before, matched by the ticket of that. Raises StaleAddress."""
+        ticket = self._tickets.get(form_of(args, kwargs))
+        call = ticket and ticket.admit(args, kwargs, self._watch, autocast_dtype(self.backend.device_type))
+        if call is None or (self._max_padding is not None and self._is_padding(call.mode, call.rung, call.sizes[0])):
+            return None
+        self._watch.check()
+        return call
+
+    def _look_up(self, args: tuple, kwargs: dict) -> Call:
         key, mode, leaves, batch = self._match(args, kwargs)
         try:
             sizes = mode.layout.sizes(leaves)
             rung = mode.fit(*sizes)
             if rung is None:
                 raise self._overflow(*sizes)
-            if self._max_padding is not None:
-                self._check_padding(mode, rung, sizes[0])
+            if self._max_padding is not None and self._is_padding(mode, rung, sizes[0]):
+                raise self._underflow(mode, rung, sizes[0])
         except ReplayError:
             self._decline(mode, leaves)
             raise
-        return new_call((key, mode, rung, leaves, sizes, batch))
+        call = new_call((key, mode, rung, leaves, sizes, batch))
+        if mode.pairs and (ticket := Ticket.of(call, self.signature, args, kwargs)):
+            self._tickets[form_of(args, kwargs)] = ticket
+        return call
 
     def _decline(self, mode: Mode, leaves: Sequence[torch.Tensor]) -> None:
         """Tells the other ranks that this one can't capture a mode at this call. Of a captured mode they need not know."""
@@ -230,12 +247,15 @@ class GraphedBlock(nn.Module):
         return TierOverflow(f"the input has {tokens} tokens in {seqs} sequences, {which} {held}; capture a larger tier, or let "
                             "such inputs run eagerly")
 
-    def _check_padding(self, mode: Mode, rung: int, tokens: int) -> None:
+    def _is_padding(self, mode: Mode, rung: int, tokens: int) -> bool:
+        """Whether more of the tier's rows would be padding than may be."""
         rows = mode.tiers[rung].tokens
-        if mode.layout.varies and rows - tokens > self._max_padding * rows:
-            raise TierUnderflow(f"the input has {tokens} tokens, the smallest tier that it fits {rows}: more than max_padding="
-                                f"{self._max_padding} of its rows would be padding; add a smaller tier (graphlin.ladder makes "
-                                "several), or let such inputs run eagerly")
+        return mode.layout.varies and rows - tokens > self._max_padding * rows
+
+    def _underflow(self, mode: Mode, rung: int, tokens: int) -> TierUnderflow:
+        return TierUnderflow(f"the input has {tokens} tokens, the smallest tier that it fits {mode.tiers[rung].tokens}: more "
+                             f"than max_padding={self._max_padding} of its rows would be padding; add a smaller tier "
+                             "(graphlin.ladder makes several), or let such inputs run eagerly")
 
     def _other_mode(self, key: Key, leaves: list[torch.Tensor], structure: Structure) -> Mode:
         """A mode that is new, or the one that is captured for lengths of the other integer dtype, if it takes both."""
@@ -448,6 +468,7 @@ class GraphedBlock(nn.Module):
                 mode.drop(self._slots)
             self._known |= self._modes.keys()
             self._modes.clear()
+            self._tickets.clear()
             self._slots = []
 
     def refresh(self) -> None:

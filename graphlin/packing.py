@@ -25,7 +25,7 @@ from graphlin.tier import Tier
 
 ROLES = ("tokens", "seqs", "seqs+1")
 _SIMPLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_PLAIN = frozenset((bool, int, str, type(None)))
+PLAIN = frozenset((bool, int, str, type(None)))
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType)  # compared by identity, and rightly so
 
 Structure = tuple
@@ -89,7 +89,7 @@ def flatten(values: Sequence) -> tuple[list[torch.Tensor], Structure]:
     structure = []
     for value in values:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             structure.append((kind, value))
         elif isinstance(value, torch.Tensor):
             leaves.append(value)
@@ -199,7 +199,7 @@ class Layout:
 
     def counts(self, shapes: Sequence[torch.Size]) -> tuple[int, int]:
         """T and N, as the tensors that tell them have them; 0 where none does, or where it has fewer dims than it should."""
-        at, of = self._places
+        at, of = self.places
         try:
             tokens = 0 if at is None else shapes[at[0]][at[1]] - at[2]
             seqs = 0 if of is None else shapes[of[0]][of[1]] - of[2]
@@ -209,7 +209,7 @@ class Layout:
         return (tokens, seqs) if seqs >= 0 else (tokens, 0)
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, int] | None]:
+    def places(self) -> list[tuple[int, int, int] | None]:
         """Where T and N are read: the index of a tensor, its dim, and by how much that is too large."""
         return [None if i is None else (i, (role := self.leaves[i].role).dim, role.extra) for i in (self.tokens, self.seqs)]
 

@@ -209,6 +209,8 @@ class _Recording:
             tensors, cu = self._first_rows()
             for i, copy, static_cu in inputs:
                 copy(tensors[i], cu, static_cu)
+                if static_cu is not None:
+                    copy.warm_up(static_cu)
         return inputs, [copy.static.detach().requires_grad_() if i in self.mode.grad_leaves else copy.static
                         for i, copy in enumerate(copies)]
 
@@ -311,6 +313,7 @@ class _Recording:
                  if isinstance(t, torch.Tensor) and t.grad_fn is None]
         with self.backend.capture(pool=self.slot.pool, stream=self.slot.stream) as graph:
             self.graphs.append(graph)
+            entry = next((copy.record(graph, static_cu) for _, copy, static_cu in inputs if static_cu is not None), None)
             out = self._call_block()
             flat, spec = tree_flatten(out)
             tensors = [t for t in flat if isinstance(t, torch.Tensor)]
@@ -329,7 +332,7 @@ class _Recording:
         places = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor)]
         rebuild = itemgetter(0) if isinstance(out, torch.Tensor) else partial(_rebuild, spec, template, places)
         pair = Pair(graph, inputs, self.layout.cu, self.static_cu, outputs, [t.detach() for t in tensors], rebuild,
-                    self.copy_outputs, delivery, keeps=plain)
+                    self.copy_outputs, delivery, entry, keeps=plain)
         if any(output.differentiable for output in outputs):
             self._backward(pair, tensors)
         return pair
@@ -338,7 +341,7 @@ class _Recording:
         """Lets the graph deliver the first output that it can, and tells which that is."""
         for i, (tensor, roles) in enumerate(zip(tensors, self.mode.output_roles, strict=True)):
             if [role.kind for role in roles] == ["tokens"] and self.slot.deliver(tensor, roles[0].dim):
-                return Delivery(i, Leaf.of(f"output {i}", roles[0], tensor))
+                return Delivery(i, Leaf.of(f"output {i}", roles[0], tensor), self.backend.allocator(tensor.dtype, tensor.device))
         return None
 
     def _backward(self, pair: Pair, tensors: list[torch.Tensor]) -> None:

@@ -196,6 +196,8 @@ class _Stage:
         with self._addresses.refused(), pool.capture():
             yield _NoGraph()
 
+    allocator = GraphBackend.allocator
+
 
 class _NoGraph:
     def reset(self) -> None:

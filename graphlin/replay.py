@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from graphlin.backends import Graph
+from graphlin.backends import Allocate, Entry, Graph
 from graphlin.errors import ReplayError
 from graphlin.packing import Leaf, Output
 
@@ -17,27 +17,29 @@ _version = attrgetter("_version")
 
 
 class Copy(Protocol):
-    """Fills one static tensor from a call's tensor; `cu` tells the active rows, `offset` where the graph is to deliver."""
+    """Fills one static tensor from a call's tensor; `cu` tells the active rows. The one that fills static_cu too takes, beside
+    that, where the graph is to deliver and the Entry of its copy, if it has one."""
 
     static: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None,
-                 offset: int = 0) -> None: ...
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, *told: Any) -> None: ...
 
     def clear(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The output that a forward graph writes into memory of the call's own: which of them it is, and its shape."""
+    """The output that a forward graph writes into memory of the call's own: which of them it is, its shape, and what makes
+    memory."""
 
     index: int
     leaf: Leaf
+    allocate: Allocate
 
-    def memory(self, static: torch.Tensor, tokens: int) -> torch.Tensor:
+    def memory(self, tokens: int) -> torch.Tensor:
         """Uninitialised memory for `tokens` rows of the output, contiguous; with strides it costs the host less than without."""
         before, after, row, strides = self._form
-        return static.new_empty_strided(before + (tokens,) + after, (row * (tokens or 1),) * len(before) + strides)
+        return self.allocate((*before, tokens, *after), (row * (tokens or 1),) * len(before) + strides)
 
     @cached_property
     def _form(self) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
@@ -51,7 +53,8 @@ class Pair:
     """Graphs of one mode in one slot, and the static tensors that they read and write.
 
     `inputs` are (index of the call's tensor, its copy, static cu_seqlens to fill beside it or None); `delivery` is the
-    output that the graph copies to where the copy-in has told it to, None where there is none; `grads` are the
+    output that the graph copies to where the copy-in has told it to, None where there is none; `entry` is the copy-in of what
+    fills static_cu as a launch of the forward graph, None where no graph's launches can be given other tensors; `grads` are the
     copies of output gradients, one for each differentiable output; `input_grads` and `param_grads` are what the
     backward graph writes (None where it writes nothing), in the order in which the tensors entered autograd; `params` are
     those that require grad, and `reads` what the backward may read of the caller's: all parameters, the buffers that the
@@ -71,6 +74,7 @@ class Pair:
     rebuild: Callable[[list[torch.Tensor]], Any]
     copy_outputs: bool
     delivery: Delivery | None = None
+    entry: Entry | None = None
     backward: Graph | None = None
     grads: list[Copy] = field(default_factory=list)
     input_grads: list[tuple[Leaf, torch.Tensor | None]] = field(default_factory=list)
@@ -80,15 +84,22 @@ class Pair:
     keeps: list[torch.Tensor] = field(default_factory=list)
     closed: bool = False
 
-    def copy_in(self, leaves: Sequence[torch.Tensor], fresh: torch.Tensor | None = None) -> None:
+    def copy_in(self, leaves: Sequence[torch.Tensor], fresh: torch.Tensor | None = None, entry: Entry | None = None) -> None:
         """Fills the static inputs, and tells the graph to deliver its output to `fresh`, if given, and else nowhere.
 
-        Before every replay, since a graph that is told nothing new delivers to where it did before.
+        Before every replay, since a graph that is told nothing new delivers to where it did before. With `entry` the next replay
+        does what it can of it; the tensors must live until that is enqueued.
         """
         cu = None if self.cu is None else leaves[self.cu].contiguous()
+        if self.entry is not None and (entry is None or cu is not leaves[self.cu]):
+            self.entry.enable(False)
+            entry = None
         offset = 0 if fresh is None else fresh.data_ptr() - self._delivered_from
         for index, copy, static_cu in self.inputs:
-            copy(leaves[index], cu, static_cu, offset)
+            if static_cu is None:
+                copy(leaves[index], cu)
+            else:
+                copy(leaves[index], cu, static_cu, offset, entry)
 
     def play(self, leaves: Sequence[torch.Tensor], tokens: int, seqs: int,
              batch: tuple[int, int] | None) -> list[torch.Tensor]:
@@ -96,8 +107,13 @@ class Pair:
         if self.closed:
             raise _reset_during_call()
         fresh = self.fresh(tokens)
-        self.copy_in(leaves, fresh)
-        self.forward.replay()
+        try:
+            self.copy_in(leaves, fresh, self.entry)
+            self.forward.replay()
+        except BaseException:  # what the static inputs hold now is not known
+            for left in self._left:
+                left.lent = True
+            raise
         if self.closed:
             raise _reset_during_call()
         outs = [fresh] * len(self.outputs)
@@ -106,6 +122,10 @@ class Pair:
         if batch is not None and fresh is not None:
             outs[self.delivery.index] = self.outputs[self.delivery.index].batched(fresh, batch)
         return outs
+
+    @property
+    def _left(self) -> list[Any]:
+        return [copy.left for _, copy, _ in self.inputs if hasattr(copy, "left")]
 
     @cached_property
     def _delivered_from(self) -> int:
@@ -124,9 +144,7 @@ class Pair:
 
     def fresh(self, tokens: int) -> torch.Tensor | None:
         """Memory of the call's own for what the graph delivers."""
-        if (delivery := self.delivery) is None:
-            return None
-        return delivery.memory(self.static_outputs[delivery.index], tokens)
+        return None if self.delivery is None else self.delivery.memory(tokens)
 
     def version(self) -> int:
         """Grows whenever something that the backward reads is written in place."""

@@ -60,9 +60,7 @@ class Watch:
         parts = modules + list(hooks_of(block))
         owners = [(path, owner) for path, module in block.named_modules() for owner in (module._parameters, module._buffers)]
         self._empty = [owner for _, owner in parts + owners if not owner]  # most of them are, and any() is quick
-        self._parts = [owner for _, owner in parts if owner]
-        self._parts_then = [owner.copy() for owner in self._parts]
-        self._filled = [owner for _, owner in owners if owner]
+        self._filled = [owner for _, owner in parts + owners if owner]
         self._filled_then = [owner.copy() for owner in self._filled]
         entries = [(owner, name, value, f"{path}.{name}".strip("."))
                    for path, owner in modules + owners for name, value in owner.items()]
@@ -94,10 +92,10 @@ class Watch:
         use `==`, which between tensors is an error, but for those of `_may_equal_another`, which are asked one by one.
         """
         try:
-            same = self._parts == self._parts_then and self._filled == self._filled_then
+            same = self._filled == self._filled_then
         except Exception:  # of any kind: a class may define its own
             return False
-        return same and all(owner.get(name) is value for owner, name, value in self._alike)
+        return same and (not self._alike or all(owner.get(name) is value for owner, name, value in self._alike))
 
     def _has_forms(self) -> bool:
         """Whether dtypes, sizes, strides and lazy signs are the same."""

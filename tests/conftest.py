@@ -88,7 +88,8 @@ def poisoned_memory(request, monkeypatch):
     """
     memory = PoisonedMemory()
     if not request.node.get_closest_marker("raw_memory"):
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
+        from graphlin.backends import cuda  # imports Triton, which must be configured by then
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (cuda, "_empty_strided_cuda"),
                             (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")):
             monkeypatch.setattr(owner, name, memory.allocating(getattr(owner, name)))
     yield memory

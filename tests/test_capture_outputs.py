@@ -42,7 +42,8 @@ def test_launches_of_a_call(device, width, options, launches):
     calls = [pack(lengths, device, width=width) for lengths in PACKS[:3]]
     for x, cu in calls:
         assert_equal([graphed(x, cu)], [graphed.block(x, cu)])
-        assert count_launches(lambda x=x, cu=cu: graphed(x, cu), device) == launches
+        copied_by_graph = only_pair(graphed).entry is not None
+        assert count_launches(lambda x=x, cu=cu: graphed(x, cu), device) == launches - copied_by_graph
     captured(graphed, 6)
 
 

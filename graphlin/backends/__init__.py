@@ -4,10 +4,11 @@ from importlib import import_module
 
 import torch
 
-from graphlin.backends.protocol import CompileAhead, Graph, GraphBackend, LaunchRecord, PoolModel, Prepared
+from graphlin.backends.protocol import Allocate, CompileAhead, Entry, Graph, GraphBackend, LaunchRecord, PoolModel, Prepared
 from graphlin.errors import BackendUnavailable
 
-__all__ = ["CompileAhead", "Graph", "GraphBackend", "LaunchRecord", "PoolModel", "Prepared", "get_backend", "register_backend"]
+__all__ = ["Allocate", "CompileAhead", "Entry", "Graph", "GraphBackend", "LaunchRecord", "PoolModel", "Prepared",
+           "get_backend", "register_backend"]
 
 _BUILT_IN = {"cpu": ("graphlin.backends.host", "HostBackend"), "cuda": ("graphlin.backends.cuda", "CudaBackend"),
              "npu": ("graphlin.backends.npu", "NpuBackend"), "meta": ("graphlin.backends.meta", "MetaBackend")}

@@ -27,6 +27,7 @@ class AcceleratorBackend:
     alias = staticmethod(alias)
     compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
+    allocator = GraphBackend.allocator
 
     def __init__(self) -> None:
         self._module = torch.get_device_module(self.device_type)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +31,22 @@ def block_size(size: int, largest: int) -> int:
 # Begins to compile what `launch` of a kernel would run: takes its arguments, constexprs and record.
 CompileAhead = Callable[[Any, tuple, Mapping[str, Any], LaunchRecord], None]
 
-# A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on.
+# Makes uninitialised memory of these sizes and strides.
+Allocate = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+
+# A launch of a kernel that is prepared: takes its tensors (or None), then integers that it is not specialised on. It may have a
+# method `record`, which takes a graph that is being captured before these, launches into it, and returns the launch's Entry.
 Prepared = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], None]
+
+
+class Entry(Protocol):
+    """A launch in a captured graph that is given other arguments for the replays to come."""
+
+    def set(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> bool:
+        """Whether the launch could be given these arguments; if not, replays leave it out."""
+
+    def enable(self, enabled: bool) -> None:
+        """Whether replays do the launch at all."""
 
 
 class Graph(Protocol):
@@ -113,6 +128,11 @@ class GraphBackend(Protocol):
         """What launches a kernel again and again at less cost for the host, with `fixed` as its last arguments. A backend that
         has no quicker way may take this one over."""
         return lambda tensors, integers: self.launch(kernel, grid, (*tensors, *integers, *fixed), constexprs, record)
+
+    def allocator(self, dtype: torch.dtype, device: torch.device) -> Allocate:
+        """What makes tensors of one kind again and again at less cost for the host. A backend that has no quicker way may take
+        this one over."""
+        return partial(torch.empty_strided, dtype=dtype, device=device)
 
     def count_launches(self, events: Sequence[Any]) -> int:
         """Launches that the host made, among the torch.profiler events of a run."""

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.backends import Prepared
+from graphlin.backends import Entry, Graph, Prepared
 from graphlin.kernels.common import active_rows
 from graphlin.kernels.launch import grid_stride, launch, prepare, record_for
 
@@ -135,12 +135,15 @@ class RowCopy:
         self._address = static.data_ptr()
         self._launches: dict[int, Prepared] = {}  # by static_cu, which they keep
 
-    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None, offset: int = 0) -> None:
+    def __call__(self, x: torch.Tensor, cu: torch.Tensor | None, static_cu: torch.Tensor | None = None, offset: int = 0,
+                 entry: Entry | None = None) -> None:
         """Copies the rows of x below `cu[-1]` (all rows without cu); static_cu, if given, is filled from cu.
 
         Rows of x that lie in the buffer already are left alone, the inactive ones too: they are the caller's. `offset` is what
-        the mailbox gets with static_cu: bytes from what is delivered to where, 0 for nowhere.
+        the mailbox gets with static_cu: bytes from what is delivered to where, 0 for nowhere. The next replay of the graph that
+        `entry` is of copies them, if it can, instead of a launch.
         """
+        given = x
         tokens, rows, left = self._tokens, x.shape[self._dim], self.left
         if self._target is not self.static:
             x = as_triton_has_it(x)
@@ -151,12 +154,37 @@ class RowCopy:
             first, left.lent = rows, True
             if static_cu is None and rows == tokens:
                 return
-        form = 0 if cu is None else id(static_cu)
+        tensors = x, cu
+        integers = 0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens), offset >> 31, offset & _NEAR
+        # Memory of another tensor would be gone by the time of the replay.
+        handed = entry is not None and (entry.set(tensors, integers) if x is given else entry.enable(False))
+        if not handed:
+            self._launch(cu is not None, static_cu)(tensors, integers)
+        left.replace(rows, tokens)
+
+    def warm_up(self, static_cu: torch.Tensor) -> None:
+        """Compiles what `record` launches."""
+        launch = self._launch(True, static_cu)
+        if hasattr(launch, "record"):
+            launch(*self._nothing(static_cu))
+
+    def record(self, graph: Graph, static_cu: torch.Tensor) -> Entry | None:
+        """Puts into the graph that is being captured what a call with static_cu launches, if that can be."""
+        launch = self._launch(True, static_cu)
+        if self._target is not self.static or not hasattr(launch, "record"):
+            return None
+        return launch.record(graph, *self._nothing(static_cu))
+
+    def _nothing(self, static_cu: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        """Arguments by which nothing is copied, nor delivered."""
+        return (self._target, static_cu), (static_cu.shape[0] - 1, self._tokens, self._tokens, 0, 0, 0)
+
+    def _launch(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
+        form = id(static_cu) if has_cu else 0
         launch = self._launches.get(form)
         if launch is None:
-            launch = self._launches[form] = self._prepare(cu is not None, static_cu)
-        launch((x, cu), (0 if cu is None else cu.shape[0] - 1, rows, first, left.within(tokens), offset >> 31, offset & _NEAR))
-        left.replace(rows, tokens)
+            launch = self._launches[form] = self._prepare(has_cu, static_cu)
+        return launch
 
     def _prepare(self, has_cu: bool, static_cu: torch.Tensor | None) -> Prepared:
         record = record_for("copy_active_rows", self._target.device, dtype=self._target.dtype)

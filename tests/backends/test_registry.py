@@ -18,7 +18,7 @@ from tests.blocks import Mixer, captured, pack
 
 MEMBERS = {"is_available", "new_pool", "pool_bytes", "pool_model", "unowned", "side_stream", "stream", "synchronize",
            "syncs_refused", "is_capturing", "capture", "arch", "num_cores", "launch_record", "launch", "compiling",
-           "prepare", "count_launches"}
+           "prepare", "allocator", "count_launches"}
 
 
 class Outsider:

@@ -10,8 +10,8 @@ from tests.house.source import PACKAGE, ROOT, functions, is_kernel, module_name,
 BASE = {"graphlin.errors", "graphlin.chunking", "graphlin.agreement"}
 MODEL = {*BASE, "graphlin.backends"}
 CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "graphlin.slots", "graphlin.watch",
-           "graphlin.turn", "graphlin.modes", "graphlin.graphed", "graphlin.refusals", "graphlin.recording", "graphlin.capture",
-           "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
+           "graphlin.turn", "graphlin.modes", "graphlin.ticket", "graphlin.graphed", "graphlin.refusals", "graphlin.recording",
+           "graphlin.capture", "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
 DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.accelerator", "graphlin.backends.diagnostics",
           "graphlin.backends.interpreter", "graphlin.backends.memory"}
 ANYTHING = None
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "graphlin.watch": BASE,
     "graphlin.turn": BASE,
     "graphlin.modes": CAPTURE,
+    "graphlin.ticket": {*BASE, "graphlin.modes", "graphlin.packing", "graphlin.watch"},
     "graphlin.refusals": {*BASE, "graphlin.watch"},
     "graphlin.recording": {*CAPTURE, "graphlin.kernels.ahead"},
     "graphlin.capture": CAPTURE,

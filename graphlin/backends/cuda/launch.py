@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from graphlin.backends.cuda.node import NodeLaunch, UpdatableGraph
 from graphlin.backends.protocol import LaunchRecord
 
 
@@ -54,6 +55,14 @@ class PreparedLaunch:
             return
         run, options = compiled
         run(self._grid, 1, 1, torch._C._cuda_getCurrentRawStream(self._index), *options, *pointers, *integers, *self._rest)
+
+    def record(self, graph: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> NodeLaunch | None:
+        """Launches into a graph that is being captured. What is returned gives the launch other arguments, of the forms of these;
+        None, and no launch, where that can't be."""
+        if not isinstance(graph, UpdatableGraph):
+            return None
+        self(tensors, integers)
+        return NodeLaunch(graph, self._index, tensors, len(integers))
 
     def _run_by_triton(self, form: tuple, args: tuple) -> None:
         kernel = run_compiled(self._kernel, self._grid, args, self._constexprs, self._record)

@@ -100,6 +100,7 @@ class HostBackend:
 
     compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
+    allocator = GraphBackend.allocator
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return count_launches(events)

@@ -62,6 +62,7 @@ class MetaBackend:
 
     compiling = GraphBackend.compiling
     prepare = GraphBackend.prepare
+    allocator = GraphBackend.allocator
 
     def count_launches(self, events: Sequence[Any]) -> int:
         return 0
