@@ -1,8 +1,9 @@
 """Kimi Delta Attention with a bounded gate: the gradients inside a chunk of 64 rows, its four blocks of 16 rows written out.
 
 A block's decayed rows are made once for all other blocks and stay in registers, where kda_intra makes them again for each pair of
-blocks, and each block's loads are on their way while the block before is worked on. Tuples of tiles need a Triton newer than
-triton-ascend's 3.2, whose records keep to kda_intra.
+blocks, and each block's loads are on their way while the block before is worked on. Blocks behind the end of the sequence are
+left out: nothing is stored of their rows, nor read of them later. Tuples of tiles need a Triton newer than triton-ascend's 3.2,
+whose records keep to kda_intra.
 With e_J = 2^(T_J), what a row i of block I reads of the blocks before it is the last of
     U_0 = F_I0 y_0,   U_J = e_J ∘ U_(J-1) + F_IJ y_J,
 with y_J decayed to its block's end; what a writer gets from the blocks behind it comes the same way from the last one on.
@@ -196,26 +197,35 @@ def unrolled_chunk_gradients(q, k, g, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg,
     y_2, s_2 = _writers(w_2, t_2, t_3, lift, DT, FAST)
     ys = (y_0, y_1, y_2)
 
+    live = n - first_row
+    rest = tl.zeros([16, BK], dtype=tl.float32).to(DT)
+    x_q3, x_k3, x_q2, x_k2, x_q1, x_k1 = rest, rest, rest, rest, rest, rest
+    b_da = tl.zeros([16, BK], dtype=tl.float32)
+    b_db = tl.zeros([16, BK], dtype=tl.float32)
     l_2 = _block_loads(q, k, g, c, b, rq, rk, ts, p_q, p_r, p_g, p, o_b, o_k, first_row, n, 2, H, HV, K, BT, BK)
-    x_q3, x_k3, a, b_da, b_db = _block(
-        l_3, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, ys, ys, es, t_3, t_0 + t_1 + t_2, zero,
-        b_all + (s_0 + s_1 + s_2), rate, lower_bound, lift, scale, 3, HV, K, BT, BK, NK, GATE, PREC, REV_SCAN, FAST)
-    b_all += a
+    if live > 48:
+        x_q3, x_k3, a, b_da, b_db = _block(
+            l_3, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, ys, ys, es, t_3, t_0 + t_1 + t_2, zero,
+            b_all + (s_0 + s_1 + s_2), rate, lower_bound, lift, scale, 3, HV, K, BT, BK, NK, GATE, PREC, REV_SCAN, FAST)
+        b_all += a
     l_1 = _block_loads(q, k, g, c, b, rq, rk, ts, p_q, p_r, p_g, p, o_b, o_k, first_row, n, 1, H, HV, K, BT, BK)
-    x_q2, x_k2, a, da, db = _block(
-        l_2, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, (x_q3, x_q3, x_q3, x_q3), (x_k3, x_k3, x_k3, x_k3), es,
-        t_2, t_0 + t_1, t_3, b_all + (s_0 + s_1), rate, lower_bound, lift, scale, 2, HV, K, BT, BK, NK, GATE, PREC, REV_SCAN,
-        FAST)
-    b_all += a
-    b_da += da
-    b_db += db
+    if live > 32:
+        x_q2, x_k2, a, da, db = _block(
+            l_2, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, (x_q3, x_q3, x_q3, x_q3),
+            (x_k3, x_k3, x_k3, x_k3), es, t_2, t_0 + t_1, t_3, b_all + (s_0 + s_1), rate, lower_bound, lift, scale, 2, HV, K, BT,
+            BK, NK, GATE, PREC, REV_SCAN, FAST)
+        b_all += a
+        b_da += da
+        b_db += db
     l_0 = _block_loads(q, k, g, c, b, rq, rk, ts, p_q, p_r, p_g, p, o_b, o_k, first_row, n, 0, H, HV, K, BT, BK)
-    x_q1, x_k1, a, da, db = _block(
-        l_1, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, (x_q2, x_q2, x_q2, x_q3), (x_k2, x_k2, x_k2, x_k3), es,
-        t_1, t_0, t_2 + t_3, b_all + s_0, rate, lower_bound, lift, scale, 1, HV, K, BT, BK, NK, GATE, PREC, REV_SCAN, FAST)
-    b_all += a
-    b_da += da
-    b_db += db
+    if live > 16:
+        x_q1, x_k1, a, da, db = _block(
+            l_1, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, (x_q2, x_q2, x_q2, x_q3),
+            (x_k2, x_k2, x_k2, x_k3), es, t_1, t_0, t_2 + t_3, b_all + s_0, rate, lower_bound, lift, scale, 1, HV, K, BT, BK, NK,
+            GATE, PREC, REV_SCAN, FAST)
+        b_all += a
+        b_da += da
+        b_db += db
     _, _, _, da, db = _block(
         l_0, dt, fw, dg, dqk, pb, p_g, p, p_d, o_b, o_k, first_row, n, ys, (x_q1, x_q1, x_q2, x_q3), (x_k1, x_k1, x_k2, x_k3), es,
         t_0, zero, t_1 + (t_2 + t_3), b_all, rate, lower_bound, lift, scale, 0, HV, K, BT, BK, NK, GATE, PREC, REV_SCAN, FAST)

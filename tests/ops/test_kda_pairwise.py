@@ -1,5 +1,6 @@
 """Kimi Delta Attention with either form of its diagonal blocks, which the launch record chooses: PAIRWISE or anchored."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -81,26 +82,56 @@ def test_sums_by_products_or_by_scans(device, monkeypatch, chunk_size):
     assert not torch.equal(scanned, multiplied)
 
 
+@pytest.fixture
+def written_out(device, monkeypatch) -> Callable[[bool], list[dict]]:
+    """Makes the record of the gradients inside chunks ask for blocks written out, or in a loop (UNROLLED). Returns the arguments
+    of its launches from then on."""
+    backend = get_backend(device)
+    launch_record, launch = backend.launch_record, backend.launch
+
+    def ask(unrolled: bool) -> list[dict]:
+        launched = []
+
+        def changed_record(kernel, **options):
+            record = launch_record(kernel, **options)
+            if kernel == "kda_intra_gradients":
+                record = replace(record, tiles={**record.tiles, "PAIRWISE": False, "UNROLLED": unrolled})
+            return record
+
+        def noted(kernel, grid, args, constexprs, record):
+            launch(kernel, grid, args, constexprs, record)
+            if kernel.fn.__name__ == "kda_intra_gradients":
+                launched.append(dict(zip(kernel.arg_names, args, strict=False)))
+
+        monkeypatch.setattr(backend, "launch_record", changed_record)
+        monkeypatch.setattr(backend, "launch", noted)
+        return launched
+
+    return ask
+
+
 @pytest.mark.parametrize("problem", [
     KDA(lengths=(70, 21), HV=2, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True),
     KDA(lengths=(64, 0, 49), H=1, HV=1, K=24, chunk_size=64, gate="raw", lower_bound=-5., safe_gate=True, beta="sigmoid"),
-    KDA(lengths=(70,), H=1, HV=1, K=80, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(102, 32), H=1, HV=1, K=80, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True),
+    KDA(lengths=(75, 33), HV=1, K=40, chunk_size=64, gate="raw_bias", lower_bound=-5., safe_gate=True, dtype=torch.bfloat16),
 ], ids=str)
 @pytest.mark.parametrize("unrolled", [False, True], ids=["loop", "unrolled"])
-def test_blocks_in_a_loop_or_written_out(device, monkeypatch, problem, unrolled):
+def test_blocks_in_a_loop_or_written_out(device, written_out, problem, unrolled):
     """The gradients of a bounded gate's chunks take either form, as the record says (UNROLLED)."""
     if device.type == "npu":
         return                                                   # triton-ascend can't compile what is written out with tuples
-    backend, launched = get_backend(device), []
-    launch_record = backend.launch_record
-
-    def changed_record(kernel, **options):
-        record = launch_record(kernel, **options)
-        if kernel == "kda_intra_gradients":
-            launched.append(options["BT"])
-            record = replace(record, tiles={**record.tiles, "PAIRWISE": False, "UNROLLED": unrolled})
-        return record
-
-    monkeypatch.setattr(backend, "launch_record", changed_record)
+    launched = written_out(unrolled)
     standard_check(problem, device)
-    assert set(launched) == {64}
+    assert len(launched) == 1
+
+
+def test_blocks_behind_the_end_are_left_out(device, written_out):
+    """Written out, a chunk of 17 rows has two blocks of 16 that are made, and two that are not."""
+    if device.type == "npu":
+        return
+    launched = written_out(True)
+    standard_check(KDA(lengths=(17,), HV=1, chunk_size=64, gate="raw", lower_bound=-5., safe_gate=True), device)
+    for name in ("dqk", "pb"):
+        rows = launched[0][name].float().isfinite().reshape(-1, 64, launched[0][name].shape[-1] if name == "dqk" else 1)
+        assert rows[:, :32].all() and not rows[:, 32:].any(), name
