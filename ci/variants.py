@@ -54,6 +54,7 @@ VARIANTS = {
     "taps-8": Variant(taps=8),
 }
 TOKENS, SEQS = 256, 4
+LONG = 33 * 64      # tokens of a sequence that is split
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -61,11 +62,11 @@ def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
 
-def packing(variant: Variant) -> dict[str, Any]:
+def packing(variant: Variant, tokens: int = TOKENS, seqs: int = SEQS) -> dict[str, Any]:
     """The packing arguments that the ops share."""
     if not variant.packed:
         return {"chunk_size": variant.chunk_size}
-    cu = torch.arange(0, TOKENS + 1, TOKENS // SEQS, dtype=torch.int32)
+    cu = torch.arange(0, tokens + 1, tokens // seqs, dtype=torch.int32)
     return {"chunk_size": variant.chunk_size, "cu_seqlens": cu, "graph_capture": variant.graph_capture}
 
 
@@ -98,19 +99,26 @@ def run_chunks(variant: Variant) -> None:
 
 
 def run_gated_delta_rule(variant: Variant) -> None:
-    """Gated DeltaNet, forward and backward."""
-    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
-    state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
+    """Gated DeltaNet, forward and backward, and forward over one long sequence."""
+    dtype, H, HV = variant.dtype, variant.H, variant.HV
+    state = (HV, variant.V, variant.K) if variant.state_v_first else (HV, variant.K, variant.V)
     extras: dict[str, Any] = {}
     if variant.extras:
-        extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
-                      use_gate_in_kernel=True, A_log=make(HV), dt_bias=make(HV), use_beta_sigmoid_in_kernel=True)
+        extras = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=make(HV),
+                      dt_bias=make(HV), use_beta_sigmoid_in_kernel=True)
     gate_dtype = dtype if variant.extras else torch.float32
+
+    def run(tokens: int, seqs: int, arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+        initial = make(seqs if variant.packed else 1, *state) if variant.extras else None
+        return graphlin.chunk_gated_delta_rule(
+            make(1, tokens, H, variant.K, dtype=dtype), make(1, tokens, H, variant.K, dtype=dtype),
+            make(1, tokens, HV, variant.V, dtype=dtype), make(1, tokens, HV, dtype=gate_dtype),
+            make(1, tokens, HV, dtype=dtype), initial_state=initial, state_v_first=variant.state_v_first, **extras, **arguments)
+
     for arguments in packings(variant):
-        differentiate(*graphlin.chunk_gated_delta_rule(
-            make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
-            make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, dtype=gate_dtype),
-            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **extras, **arguments))
+        differentiate(*run(TOKENS, SEQS, arguments))
+    with torch.no_grad():
+        run(LONG, 1, packing(variant, LONG, 1))
 
 
 def run_kda(variant: Variant) -> None:

@@ -9,8 +9,6 @@ multiply `[BT, BV]` tiles instead: k̃ S = (e^G r_k)∘(k S). The two recurrence
 transposed, `Sᵀ [BV, BK]`, always the left dot operand, so that they stay in registers.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, seq
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.launch import launch, programs_of, record_for, stages_of
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.segments import chunks_to_forget, later_segment, later_segments, segment_end
+from graphlin.kernels.split import HALVES, JOIN, same_bits, second_half, worth_splitting
 
 
 @triton.jit
@@ -114,28 +112,16 @@ def _store_output(p_o, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL: tl.constex
 
 
 @triton.jit
-def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_n, i_hv, i_v, bos, n, start, begin, end, NS,
-                H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
-                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                STAGES: tl.constexpr):
-    """Carries S over the chunks start to end - 1 of one sequence, from h0 if `begin` is its first, else from nothing.
-
-    OUTPUT: writes o of the chunks from `begin` on (and ht at the end of the sequence); else stores what the gradients need, S
-    before each chunk and E.
-    """
-    i_nh = i_n * HV + i_hv
-    i_h = i_hv // (HV // H)
+def _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, start, end, begin, NS,
+          H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+          BV: tl.constexpr, OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+          STAGES: tl.constexpr):
+    """S after the chunks start to end - 1, of which those from `begin` on are output."""
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     o_tk = o_c[:, None] * (H * K) + o_k[None, :]
     o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
     o_tt = o_c[:, None] * BT + o_c[None, :]
-    b_s = tl.zeros([BV, BK], dtype=tl.float32)
-    if USE_H0:
-        if begin == 0:
-            b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
     for i_t in tl.range(start, end, num_stages=STAGES):
         row = bos + i_t * BT
         left = n - i_t * BT
@@ -168,6 +154,44 @@ def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, i_n, i_hv, i_v, 
                 _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
         else:
             _store_rows(E + p_v + o_tv, b_e, m_tv, left, not PER_CHANNEL)
+    return b_s
+
+
+@triton.jit
+def _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, reached, assumed, i_n, i_hv, i_v, bos, n, start, begin, end, NS,
+                H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
+                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+                SPLIT: tl.constexpr, STAGES: tl.constexpr):
+    """Carries S over the chunks begin to end - 1 of one sequence, from h0 if `begin` is its first; else from what the chunks from
+    `start` on make of nothing or, JOIN, from what was reached.
+
+    OUTPUT: writes o (and ht at the end of the sequence, S where a half ends or begins); else stores what the gradients need, S
+    before each chunk and E.
+    """
+    i_nh = i_n * HV + i_hv
+    i_h = i_hv // (HV // H)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_s = tl.zeros([BV, BK], dtype=tl.float32)
+    if SPLIT == JOIN:
+        b_s += load_state(reached, i_nh, o_k, o_v, K, V, True)
+    elif USE_H0:
+        if begin == 0:
+            b_s += load_state(h0, i_nh, o_k, o_v, K, V, V_FIRST)
+    if SPLIT == HALVES:
+        # One loop for both, since a second one's addresses would not fit the registers.
+        for i in range(tl.where(begin > 0, 0, 1), 2):
+            b_s = _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, tl.where(i == 0, start, begin),
+                        tl.where(i == 0, begin, end), begin, NS, H, HV, K, V, BT, BK, BV, OUTPUT, PER_CHANNEL, PREC, COPY_LHS,
+                        STAGES)
+            if i == 0:
+                _store_state(assumed, b_s, i_nh, o_k, o_v, K, V, True)
+        if end * BT < n:
+            _store_state(reached, b_s, i_nh, o_k, o_v, K, V, True)
+    else:
+        b_s = _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, begin, end, begin, NS, H, HV, K, V,
+                    BT, BK, BV, OUTPUT, PER_CHANNEL, PREC, COPY_LHS, STAGES)
     if STORE_HT:
         if end * BT >= n:
             _store_state(ht, b_s, i_nh, o_k, o_v, K, V, V_FIRST)
@@ -220,55 +244,62 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_n, i_hv, i
 
 
 @triton.jit
-def _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, i_task, places, cu, N, T, NS,
+def _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task, cu, N, T, NS,
                  H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-                 PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, SEGMENTS: tl.constexpr,
-                 SEGMENT: tl.constexpr, STAGES: tl.constexpr):
-    """A segment of one sequence, value head and V tile: first those that may begin at `places`, then each sequence's first."""
+                 PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, SEGMENT: tl.constexpr,
+                 SPLIT: tl.constexpr, STAGES: tl.constexpr):
+    """A sequence, value head and V tile. HALVES: one more task for each, behind all others, takes the second half if it is worth
+    a try; JOIN: where that was and started from another state, it is taken again."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    i_half = i_task // (N * (HV * NV))
     i_hv = i_task // NV % HV
-    i_n = i_task // (HV * NV)
+    i_n = i_task // (HV * NV) % N
+    bos, n = sequence(cu, i_n, T, VARLEN)
+    start = 0
     begin = 0
-    if SEGMENTS > 1:
-        if i_n < places:
-            i_n, begin = later_segment(cu, i_n, N, T, BT, SEGMENTS, SEGMENT, VARLEN)
-        else:
-            i_n -= places
-    bos, n = sequence(cu, tl.maximum(i_n, 0), T, VARLEN)
-    start = begin
     end = (n + BT - 1) // BT
     # A sequence has rows, or at least a state to hand on. An empty loop is not free: its loads ahead are set up.
-    work = ((n > 0) | STORE_HT) & (i_n >= 0)
-    if SEGMENTS > 1:
-        if begin > 0:
-            chunks = chunks_to_forget(G, b, bos, i_n, begin, i_hv, NS, HV, BT, SEGMENT)
-            start = begin - chunks
-            work = work & (chunks <= SEGMENT)
-        if work & (end > SEGMENT):
-            end = segment_end(G, b, bos, i_n, begin, end, i_hv, NS, HV, BT, SEGMENTS, SEGMENT)
+    work = (n > 0) | STORE_HT
+    if SPLIT > 0:
+        cut, chunks = second_half(G, bos, i_n, end, i_hv, NS, HV, BT, SEGMENT)
+        if SPLIT == JOIN:
+            work = cut < end
+            if work:
+                o_k = tl.arange(0, BK)
+                o_v = i_task % NV * BV + tl.arange(0, BV)
+                work = not same_bits(load_state(reached, i_n * HV + i_hv, o_k, o_v, K, V, True),
+                                     load_state(assumed, i_n * HV + i_hv, o_k, o_v, K, V, True))
+            start = cut
+            begin = cut
+        elif i_half == 1:
+            work = cut < end
+            start = cut - chunks
+            begin = cut
+        else:
+            end = cut
     if work:
-        _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, i_n, i_hv, i_task % NV, bos, n, start, begin, end, NS, H,
-                    HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, reached, assumed, i_n, i_hv, i_task % NV, bos, n, start,
+                    begin, end, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, SPLIT,
+                    STAGES)
 
 
-@triton.jit(do_not_specialize=["N", "T", "NS", "places"])
-def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, b, cu, N, T, NS, places,
+@triton.jit(do_not_specialize=["N", "T", "NS"])
+def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, cu, N, T, NS,
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                     PERSISTENT: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr):
-    """Tasks (segment, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K. A sequence
-    is one segment, or up to SEGMENTS of at least SEGMENT chunks each (see `segments`)."""
-    NV: tl.constexpr = (V + BV - 1) // BV
+                     PERSISTENT: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr):
+    """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K. SPLIT: see
+    `split`; the tasks of HALVES are twice as many."""
     if PERSISTENT:
-        for i_task in range(tl.program_id(0), (N + places) * (HV * NV), tl.num_programs(0)):
-            _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, i_task, places, cu, N, T, NS, H, HV, K, V, BT, BK, BV,
-                         USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENTS, SEGMENT, STAGES)
+        for i_task in range(tl.program_id(0), N * (HV * ((V + BV - 1) // BV)), tl.num_programs(0)):
+            _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task, cu, N, T, NS, H, HV, K, V, BT, BK, BV,
+                         USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENT, SPLIT, STAGES)
     else:
-        _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, b, tl.program_id(0), places, cu, N, T, NS, H, HV, K, V, BT, BK,
-                     BV, USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENTS, SEGMENT, STAGES)
-    if VARLEN:
+        _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, tl.program_id(0), cu, N, T, NS, H, HV, K, V, BT,
+                     BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENT, SPLIT, STAGES)
+    if VARLEN and SPLIT != JOIN:
         zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
 
@@ -280,9 +311,9 @@ def _state_task(q, k, kw, v, A, P, G, scales, h0, St, E, i_task, cu, T, NS,
     NV: tl.constexpr = (V + BV - 1) // BV
     bos, n = sequence(cu, i_task // (HV * NV), T, VARLEN)
     if n > 0:
-        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, i_task // (HV * NV), i_task // NV % HV, i_task % NV, bos,
-                    n, 0, 0, (n + BT - 1) // BT, NS, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, False, PER_CHANNEL, PREC,
-                    COPY_LHS, STAGES)
+        _state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, None, None, i_task // (HV * NV), i_task // NV % HV,
+                    i_task % NV, bos, n, 0, 0, (n + BT - 1) // BT, NS, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, False,
+                    PER_CHANNEL, PREC, COPY_LHS, 0, STAGES)
 
 
 @triton.jit
@@ -335,20 +366,26 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
         zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
 
 
-def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool, l2norm: bool,
+def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None, store_ht: bool, v_first: bool,
                    packing: Packing) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o like v, and the final state float32 if wanted. l2norm: of k by the prep kernel, which allows to split a sequence."""
+    """o like v, and the final state float32 if wanted."""
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
     record = record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
-    places = 0 if operands.per_channel or not l2norm else later_segments(packing, record)
-    if not places:
-        record = replace(record, tiles=dict(record.tiles, SEGMENTS=1))
-    grid = programs_of((packing.N + places) * HV * -(-V // record.tiles["BV"]), record, v.device)
-    launch(delta_recurrence, grid, *operands.recurrence, v, h0, o, ht, operands.b, packing.cu, packing.N, packing.T,
-           packing.NS, places, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht,
-           V_FIRST=v_first, VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, STAGES=record.num_stages)
+    tasks = packing.N * HV * -(-V // record.tiles["BV"])
+
+    def run(programs: int, split: int, *seam: torch.Tensor | None) -> None:
+        launch(delta_recurrence, programs, *operands.recurrence, v, h0, o, ht, *seam, packing.cu, packing.N, packing.T,
+               packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None, STORE_HT=store_ht,
+               V_FIRST=v_first, VARLEN=packing.varlen, PER_CHANNEL=operands.per_channel, SPLIT=split, STAGES=record.num_stages)
+
+    if operands.per_channel or not worth_splitting(packing, tasks, record, v.device):
+        run(programs_of(tasks, record, v.device), 0, None, None)
+    else:
+        seam = [v.new_empty(packing.N, HV, V, K, dtype=torch.float32) for _ in range(2)]
+        run(2 * tasks, HALVES.value, *seam)
+        run(tasks, JOIN.value, *seam)
     return o, ht
 
 

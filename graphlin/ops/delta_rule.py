@@ -80,7 +80,7 @@ class DeltaRule(torch.autograd.Function):
             return _empty_forward(v, h0, q.shape[3], call)
         operands = call.family.prep(q, k, g, beta, call.prologue(A_log, dt_bias), call.packing, call.scale)
         carried, states = call.states_in(operands, v, h0)
-        o, ht = run_recurrence(operands, v, states, call.output_final_state, call.state_v_first, call.l2norm, call.packing)
+        o, ht = run_recurrence(operands, v, states, call.output_final_state, call.state_v_first, call.packing)
         # cu_seqlens and the table are saved so that autograd notices when they are written before the backward.
         ctx.save_for_backward(call.packing.cu, call.packing.chunks, q, k, v, g, beta, A_log, dt_bias, h0, *operands, *carried)
         return o, ht if ht is None or call.parts is None else call.parts.at_end(ht)
