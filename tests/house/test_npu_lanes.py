@@ -125,8 +125,9 @@ print(npu_compile.report(jobs, 1), "faults")
 def test_a_planted_fault_is_told_with_the_kernel_and_the_compilers_line(tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(PLANTED)
-    done = subprocess.run([RIG, script], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "ci"), str(ROOT)])})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "ci"), str(ROOT)])}
+    environment.pop("NPU_RIG_LOADED", None)     # the lane compiles without a device, also where these tests run on the rig
+    done = subprocess.run([RIG, script], capture_output=True, text=True, timeout=300, env=environment)
     told = done.stdout
     assert told.strip().endswith("3 faults"), told + done.stderr[-2000:]
     assert "FAULT too_large: does not fit" in told and "ub overflow, requires" in told.replace("UB overflow", "ub overflow")
