@@ -292,8 +292,9 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, 
                      PERSISTENT: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr):
     """Tasks (sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K. SPLIT: see
     `split`; the tasks of HALVES are twice as many."""
+    PARTS: tl.constexpr = 2 if SPLIT == HALVES else 1
     if PERSISTENT:
-        for i_task in range(tl.program_id(0), N * (HV * ((V + BV - 1) // BV)), tl.num_programs(0)):
+        for i_task in range(tl.program_id(0), N * (PARTS * HV * ((V + BV - 1) // BV)), tl.num_programs(0)):
             _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task, cu, N, T, NS, H, HV, K, V, BT, BK, BV,
                          USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, SEGMENT, SPLIT, STAGES)
     else:
