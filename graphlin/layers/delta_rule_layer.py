@@ -1,6 +1,7 @@
 """What the delta rule layers share: projections, convolutions, states and the call, around a rule of their own."""
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ DT_MIN, DT_MAX = 1e-3, 1e-1
 States = tuple[torch.Tensor, ...]
 
 
-class DeltaRuleLayer(nn.Module):
+class DeltaRuleLayer(nn.Module, ABC):
     """Base of the layers over dense `[B, T]` or packed `[1, T]` sequences.
 
     A layer calls the `_add` methods in the order in which flash-linear-attention registers its modules, since optimiser
@@ -119,18 +120,18 @@ class DeltaRuleLayer(nn.Module):
         o = self.o_proj(o.flatten(-2))
         return (o, (delta_state, *conv_states)) if output_final_state else o
 
+    @abstractmethod
     def _draw_rate(self) -> None:
         """Fills A_log."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _delta_rule(self, hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                     **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         """o `[B, T, num_v_heads, head_v_dim]` and the final state; options hold beta and what all rules take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _output_gate(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """What o_norm's activation takes, `[B, T, value_dim]`, or None."""
-        raise NotImplementedError
 
     def _mix_locally(self, hidden_states: torch.Tensor, states: list, output_final_state: bool, packing: dict) -> tuple:
         """The convolved q, k and v `[B, T, channels]`, and the states of the convolutions."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphlin.backends import get_backend
-from graphlin.backends.cuda.memory import CachingPool
+from graphlin.backends.caching_pool import CachingPool
 from graphlin.backends.host.memory import KeepingPool
 
 MIB = 1 << 20

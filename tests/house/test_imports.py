@@ -13,7 +13,7 @@ CAPTURE = {*MODEL, "graphlin.tier", "graphlin.packing", "graphlin.replay", "grap
            "graphlin.turn", "graphlin.modes", "graphlin.ticket", "graphlin.graphed", "graphlin.refusals", "graphlin.recording",
            "graphlin.capture", "graphlin.rehearsal", "graphlin.price", "graphlin.verify"}
 DEVICE = {*BASE, "graphlin.backends.protocol", "graphlin.backends.accelerator", "graphlin.backends.diagnostics",
-          "graphlin.backends.interpreter", "graphlin.backends.memory"}
+          "graphlin.backends.interpreter", "graphlin.backends.memory", "graphlin.backends.caching_pool"}
 ANYTHING = None
 
 # The parts of the package and what each may import beside itself: other parts, or single modules of them.
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "graphlin.backends.cuda": DEVICE,
     "graphlin.backends.host": DEVICE,
     "graphlin.backends.meta": {*DEVICE, "graphlin.backends.cuda"},
-    "graphlin.backends.npu": {*DEVICE, "graphlin.backends.cuda.memory"},
+    "graphlin.backends.npu": DEVICE,
     "graphlin.kernels": MODEL,
     "graphlin.ops": {*MODEL, "graphlin.kernels"},
     "graphlin.layers": {*MODEL, "graphlin.kernels", "graphlin.ops"},

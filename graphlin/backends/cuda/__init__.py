@@ -9,10 +9,10 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda
 
 from graphlin.backends.accelerator import AcceleratorBackend
+from graphlin.backends.caching_pool import CachingPool
 from graphlin.backends.cuda.ahead import compiling
 from graphlin.backends.cuda.graph import BREAKS, SYNCS, QuietGraph, abandon, start_autograd
 from graphlin.backends.cuda.launch import PreparedLaunch, run_compiled
-from graphlin.backends.cuda.memory import CachingPool
 from graphlin.backends.cuda.node import UpdatableGraph, can_update
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.protocol import Allocate

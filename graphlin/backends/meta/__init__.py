@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphlin.backends.cuda.memory import CachingPool
+from graphlin.backends.caching_pool import CachingPool
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.backends.protocol import Graph, GraphBackend, LaunchRecord
 from graphlin.errors import BackendUnavailable

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphlin.backends.accelerator import AcceleratorBackend
-from graphlin.backends.cuda.memory import Block, CachingPool
+from graphlin.backends.caching_pool import Block, CachingPool
 from graphlin.backends.npu.failures import FAILURES
 from graphlin.backends.npu.tiles import launch_record
 from graphlin.backends.protocol import LaunchRecord
