@@ -54,7 +54,7 @@ VARIANTS = {
     "taps-8": Variant(taps=8),
 }
 TOKENS, SEQS = 256, 4
-LONG = 33 * 64      # tokens of a sequence that is split
+LONG = 41 * 64, 161 * 64    # tokens of a sequence that is split, in halves and in quarters
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -99,7 +99,7 @@ def run_chunks(variant: Variant) -> None:
 
 
 def run_gated_delta_rule(variant: Variant) -> None:
-    """Gated DeltaNet, forward and backward, and forward over one long sequence."""
+    """Gated DeltaNet, forward and backward, of several sequences and of one, and forward over long ones."""
     dtype, H, HV = variant.dtype, variant.H, variant.HV
     state = (HV, variant.V, variant.K) if variant.state_v_first else (HV, variant.K, variant.V)
     extras: dict[str, Any] = {}
@@ -117,26 +117,34 @@ def run_gated_delta_rule(variant: Variant) -> None:
 
     for arguments in packings(variant):
         differentiate(*run(TOKENS, SEQS, arguments))
+    differentiate(*run(TOKENS, 1, packing(variant, TOKENS, 1)))
     with torch.no_grad():
-        run(LONG, 1, packing(variant, LONG, 1))
+        for tokens in LONG:
+            run(tokens, 1, packing(variant, tokens, 1))
 
 
 def run_kda(variant: Variant) -> None:
-    """Kimi Delta Attention with each of its gates, forward and backward."""
-    dtype, H, HV, seqs = variant.dtype, variant.H, variant.HV, SEQS if variant.packed else 1
-    state = (seqs, HV, variant.V, variant.K) if variant.state_v_first else (seqs, HV, variant.K, variant.V)
+    """Kimi Delta Attention with each of its gates, forward and backward, and of one sequence alone."""
+    dtype, H, HV = variant.dtype, variant.H, variant.HV
+    state = (HV, variant.V, variant.K) if variant.state_v_first else (HV, variant.K, variant.V)
     gates: list[dict[str, Any]] = [{}]
     if variant.extras:
-        extras = dict(initial_state=make(*state), output_final_state=True, use_qk_l2norm_in_kernel=True,
-                      use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, dt_bias=make(HV * variant.K))
+        extras = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                      use_beta_sigmoid_in_kernel=True, dt_bias=make(HV * variant.K))
         gates = [dict(extras, A_log=make(HV)), dict(extras, A_log=make(HV), lower_bound=-5.0, safe_gate=True),
                  dict(extras, lower_bound=-5.0)]
     gate_dtype = dtype if variant.extras else torch.float32
-    for gate, arguments in product(gates, packings(variant)):
+
+    def run(seqs: int, gate: dict[str, Any], arguments: dict[str, Any]) -> None:
+        initial = make(seqs if variant.packed else 1, *state) if variant.extras else None
         differentiate(*graphlin.chunk_kda(
             make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
             make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, variant.K, dtype=gate_dtype),
-            make(1, TOKENS, HV, dtype=dtype), state_v_first=variant.state_v_first, **gate, **arguments))
+            make(1, TOKENS, HV, dtype=dtype), initial_state=initial, state_v_first=variant.state_v_first, **gate, **arguments))
+
+    for gate, arguments in product(gates, packings(variant)):
+        run(SEQS, gate, arguments)
+    run(1, gates[-1], packing(variant, TOKENS, 1))
 
 
 def run_causal_conv1d(variant: Variant) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from graphlin.kernels.common import chunk_slot, row_mask, sequence
 from graphlin.kernels.delta_problem import Operands
-from graphlin.kernels.delta_recurrence import chunk_scales, load_state, next_state, previous_gradient, value_gradient
+from graphlin.kernels.delta_steps import chunk_scales, load_state, next_state, previous_gradient, value_gradient
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 

@@ -14,7 +14,7 @@ from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.gates import decay_matrix, decay_rate, inverse_norm, load_head_gates, load_strength, masked_decay
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
-from graphlin.kernels.triangular import float32_dot, unit_lower_inverse
+from graphlin.kernels.triangular import float32_dot, two_unit_lower_inverses, unit_lower_inverse
 
 
 @triton.jit
@@ -118,8 +118,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
         tl.store(b + p * BT + o_h, b_0)
         b_w = decay_matrix(G_0, HB) * b_0[None, :]                                                       # [HB, HB]
         tl.store(P + p_c, (b_w * qk_00).to(P.dtype.element_ty))
-        a_0 = unit_lower_inverse(tl.where(low, b_w * kk_00, 0.0), HB, BI, PREC_INV, DOT_BLOCKS)
-        tl.store(A + p_c, a_0.to(A.dtype.element_ty))
+        b_x = tl.where(low, b_w * kk_00, 0.0)
         if TWO:
             b_1 = load_strength(beta, p_g + HB * HV, m_1, o_h, HV, BETA)
             g_1 = masked_decay(load_head_gates(g, dt_bias, p_g + HB * HV, i_hv, m_1, o_h, HV, BIAS), m_1, rate, 0.0, GATE)
@@ -128,7 +127,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
             tl.store(b + p * BT + HB + o_h, b_1)
             b_w = decay_matrix(G_1, HB) * b_1[None, :]
             tl.store(P + p_c + HB * BT + HB, (b_w * qk_11).to(P.dtype.element_ty))
-            a_1 = unit_lower_inverse(tl.where(low, b_w * kk_11, 0.0), HB, BI, PREC_INV, DOT_BLOCKS)
+            a_0, a_1 = two_unit_lower_inverses(b_x, tl.where(low, b_w * kk_11, 0.0), BI, PREC_INV, DOT_BLOCKS, False)
+            tl.store(A + p_c, a_0.to(A.dtype.element_ty))
             tl.store(A + p_c + HB * BT + HB, a_1.to(A.dtype.element_ty))
             b_w = tl.exp2(G_1[:, None] - G_0[None, :]) * b_0[None, :]
             tl.store(P + p_c + HB * BT, (b_w * qk_10).to(P.dtype.element_ty))
@@ -141,6 +141,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
             tl.store(P + p_c + HB, b_z.to(P.dtype.element_ty))
             tl.store(A + p_c + HB, b_z.to(A.dtype.element_ty))
         else:
+            a_0 = unit_lower_inverse(b_x, HB, BI, PREC_INV, DOT_BLOCKS)
+            tl.store(A + p_c, a_0.to(A.dtype.element_ty))
             b_gl = tl.sum(tl.where(o_h == HB - 1, G_0, 0.0), 0)
         _store_scales(scales, p * (3 * BT) + o_h, BT, G_0, b_gl, b_0, rq_0 * scale, rk_0)
 

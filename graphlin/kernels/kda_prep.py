@@ -244,7 +244,8 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, qd, kd, kw, A, P, GC, b, rq, rk, 
     tl.store(P + p_0, (m_00 * (rq_0 * scale)[:, None] * b_w).to(P.dtype.element_ty))
     n_00 = n_00 * rk_0[:, None] * b_w
     if SWAPPED:
-        a_0, a_1 = two_unit_lower_inverses(n_00, n_11 * rk_1[:, None] * (rk_1 * b_1)[None, :], BI, PREC_INV, DOT_BLOCKS)
+        a_0, a_1 = two_unit_lower_inverses(n_00, n_11 * rk_1[:, None] * (rk_1 * b_1)[None, :], BI, PREC_INV, DOT_BLOCKS,
+                                           True)
     else:
         a_0 = unit_lower_inverse(n_00, HB, BI, PREC_INV, DOT_BLOCKS)
     tl.store(A + p_0, a_0.to(A.dtype.element_ty))

@@ -1,5 +1,6 @@
 """The one place where a kernel is launched, and where its launch record is looked up."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,8 +79,12 @@ def programs_of(tasks: int, record: LaunchRecord, device: torch.device) -> int:
     return grid_stride(tasks, record, device) if record.tiles["PERSISTENT"] else tasks
 
 
-def stages_of(programs: int, record: LaunchRecord, device: torch.device) -> int:
-    """Pipeline stages of a kernel whose record asks for as many as fill a core's memory: those where each program has a core,
-    two, which leave room for a second program, where there are more programs than cores."""
-    crowded = programs > get_backend(device).num_cores(device)
-    return min(record.num_stages, 2) if crowded else record.num_stages
+def is_crowded(programs: int, device: torch.device) -> bool:
+    """Whether there are more programs than cores."""
+    return programs > get_backend(device).num_cores(device)
+
+
+def looped(record: LaunchRecord) -> LaunchRecord:
+    """The record with programs that loop over tasks, for kernels whose body Triton compiles to faster code inside a loop, be it
+    one of a single turn."""
+    return replace(record, tiles=dict(record.tiles, PERSISTENT=True))

@@ -97,9 +97,12 @@ def unit_lower_inverse(b_x, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constex
 
 
 @triton.jit
-def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr):
-    """unit_lower_inverse of two `[32, 32]` at once: their steps don't wait for each other, and the last merge is one. The last 16
-    rows and columns of y and of its inverse come first, so that what x leaves zero in that merge is y's. BI is at most 16.
+def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLOCKS: tl.constexpr,
+                            SWAPPED: tl.constexpr):
+    """unit_lower_inverse of two `[32, 32]` at once: their steps don't wait for each other. BI is at most 16.
+
+    SWAPPED: the last merge is one. The last 16 rows and columns of y and of its inverse come first, so that what x leaves zero in
+    that merge is y's.
     """
     tl.static_assert(BI <= 16)
     tl.static_assert(BI >= 16 or not DOT_BLOCKS)
@@ -116,6 +119,8 @@ def two_unit_lower_inverses(b_x, b_y, BI: tl.constexpr, PREC: tl.constexpr, DOT_
         m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 4, PREC)
     if BI <= 8:
         m_x, m_y = _merge_two(b_x, b_y, m_x, m_y, 8, PREC)
+    if not SWAPPED:
+        return _merge_two(b_x, b_y, m_x, m_y, 16, PREC)
     o_b = tl.arange(0, 32) // 16                                     # an upper block row has y's pairs, a lower one x's
     upper = (o_b == 0)[:, None]
     b_z = tl.where(o_b[:, None] != o_b[None, :], tl.where(upper, b_y, b_x), 0.0)

@@ -9,7 +9,8 @@ import torch
 
 from graphlin.kernels.ahead import apply
 from graphlin.kernels.delta_problem import Operands, Prologue
-from graphlin.kernels.delta_recurrence import run_recurrence, run_two_recurrences
+from graphlin.kernels.delta_recurrence import run_recurrence
+from graphlin.kernels.delta_two_recurrences import run_two_recurrences
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials
 from graphlin.ops.first_order import first_order

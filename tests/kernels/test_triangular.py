@@ -18,12 +18,12 @@ def invert(x, y, BT: tl.constexpr, BI: tl.constexpr, PREC: tl.constexpr, DOT_BLO
 
 
 @triton.jit
-def invert_two(x, y, BI: tl.constexpr, PREC: tl.constexpr):
+def invert_two(x, y, BI: tl.constexpr, PREC: tl.constexpr, SWAPPED: tl.constexpr):
     o = tl.arange(0, 32)
-    o_y = (o + 16) % 32
+    o_y = (o + 16 * SWAPPED) % 32
     p_x = o[:, None] * 32 + o[None, :]
     p_y = 1024 + o_y[:, None] * 32 + o_y[None, :]
-    b_x, b_y = two_unit_lower_inverses(tl.load(x + p_x), tl.load(x + p_y), BI, PREC, False)
+    b_x, b_y = two_unit_lower_inverses(tl.load(x + p_x), tl.load(x + p_y), BI, PREC, False, SWAPPED)
     tl.store(y + p_x, b_x)
     tl.store(y + p_y, b_y)
 
@@ -43,14 +43,15 @@ def test_inverse_of_a_unit_lower_triangle(device, BT, BI, dot_blocks):
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["float32", "bf16x3"])
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("BI", [4, 8, 16])
-def test_two_inverses_at_once(device, BI, split):
+def test_two_inverses_at_once(device, BI, swapped, split):
     if split and device.type != "cuda":
         return                                                   # no other device's record splits; the interpreter can't
     x = (torch.randn(2, 32, 32, device=device) / 2).tril(-1)
     y = torch.empty_like(x)
     precision = "bf16x3" if split else "tf32x3" if device.type == "cuda" else "ieee"
-    launch(invert_two, 1, x, y, record=LaunchRecord(dict(BI=BI, PREC=precision), num_warps=2))
+    launch(invert_two, 1, x, y, record=LaunchRecord(dict(BI=BI, PREC=precision), num_warps=2), SWAPPED=swapped)
     expected = torch.linalg.inv(torch.eye(32, dtype=torch.float64) + x.cpu().double())
     for one, other in zip(y.cpu(), expected, strict=True):
         assert (one - other).norm() <= (2e-4 if split else 2e-5) * other.norm()

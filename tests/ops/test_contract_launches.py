@@ -50,7 +50,7 @@ def test_the_chunk_table_and_the_chunk_sums_are_one_launch_each(device):
 @each_op
 def test_chunk_parallel_grids_are_bounded_by_the_cores(case, device, monkeypatch):
     """`min(tasks, waves * cores)` programs, the tasks being a whole number for each row of the table, which may be fewer on fewer
-    cores; all tasks, of which those without a chunk exit at once, where the record says that programs don't stride (PERSISTENT)."""
+    cores; all tasks, of which those without a chunk exit at once, where the record says that programs don't stride."""
     backend, tokens = get_backend(device), 200
     drawn, cu = case.draw(tokens, SEQS, device), cu_of(LENGTHS, device)
     rows = prepare_chunk_indices(cu, tokens, 16).shape[0]

@@ -48,10 +48,19 @@ def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> L
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 128), BV=64, PERSISTENT=False), num_stages=3)
 
 
-def _output_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+def _halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """A long sequence alone is split on Hopper, with operands of two bytes: measured on an H200 alone."""
+    if arch != "sm_90" or dtype == torch.float32:
+        return LaunchRecord(dict(LEAST=0))
     record = _long_recurrence(arch, K, V, R, dtype)
-    return replace(record, tiles=dict(record.tiles, SEGMENT=32 if arch == "sm_90" and dtype != torch.float32 else 0))
+    return replace(record, tiles=dict(record.tiles, PERSISTENT=True, SEGMENT=32, LEAST=40))
+
+
+def _quarters(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """All of V in a program of twice the warps: a step takes half as long again, but there are four at once."""
+    if arch != "sm_90" or dtype == torch.float32 or not (32 < K <= 128 and 64 < V <= 128):
+        return LaunchRecord(dict(LEAST=0))
+    return LaunchRecord(dict(_dot(dtype), BK=128, BV=128, PERSISTENT=False, SEGMENT=32, LEAST=160), num_warps=8, num_stages=3)
 
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -150,7 +159,9 @@ _RECORDS = {
     "norm_forward": _norm_forward,
     "norm_backward": _norm_backward,
     "gdn_prep": _prep,
-    "delta_recurrence": _output_recurrence,
+    "delta_recurrence": _long_recurrence,
+    "delta_recurrence_halves": _halves,
+    "delta_recurrence_quarters": _quarters,
     "delta_two_recurrences": _two_recurrences,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,
