@@ -147,23 +147,33 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
         _store_scales(scales, p * (3 * BT) + o_h, BT, G_0, b_gl, b_0, rq_0 * scale, rk_0)
 
 
-@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS", "PARTS"])
-def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, PARTS, scale,
+@triton.jit
+def _at_most(few, chunks, NT, GRAPH_CAPTURE: tl.constexpr):
+    """Whether there are no more than `few` chunks, behind which a static table has sentinels."""
+    is_few = few >= NT
+    if GRAPH_CAPTURE:
+        is_few = is_few | (tl.load(chunks + tl.minimum(few, NT - 1) * 2) < 0)
+    return is_few
+
+
+@triton.jit(do_not_specialize=["N", "T", "NT", "NTS", "NS", "few"])
+def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chunks, N, T, NT, NTS, NS, few, scale,
              H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, L2: tl.constexpr,
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
              GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
              COPY_LHS: tl.constexpr):
-    """Tasks (chunk, key head, one of PARTS of its value heads), grid-stride; each makes rq and rk, and A, P, G, b of its value
-    heads."""
-    heads = HV // H // PARTS
-    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * PARTS), tl.num_programs(0)):
-        i_n, i_t = chunk(chunks, i_task // (H * PARTS), NTS, VARLEN)
+    """Tasks (chunk, key head), grid-stride; each makes rq and rk, and A, P, G, b of the key head's value heads. Of no more than
+    `few` chunks each value head is a task, though it makes the products of keys again."""
+    parts = tl.where(_at_most(few, chunks, NT, GRAPH_CAPTURE), HV // H, 1)
+    heads = HV // H // parts
+    for i_task in range(tl.program_id(0), chunk_count(cu, N, T, NT, BT, GRAPH_CAPTURE) * (H * parts), tl.num_programs(0)):
+        i_n, i_t = chunk(chunks, i_task // (H * parts), NTS, VARLEN)
         live = True
         if GRAPH_CAPTURE:
             live = (i_n >= 0) & (i_n < N)
         if live:
-            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_task // PARTS % H,
-                        i_task % PARTS * heads, heads, cu, T, NS, scale, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC,
+            _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, i_t, i_task // parts % H,
+                        i_task % parts * heads, heads, cu, T, NS, scale, H, HV, K, BT, BK, L2, GATE, BIAS, BETA, VARLEN, PREC,
                         PREC_INV, BI, DOT_BLOCKS, COPY_LHS)
 
 
@@ -176,10 +186,8 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     rows = [q.new_empty(NS, *shape, BT, dtype=torch.float32) for shape in ((HV,), (HV, 3), (HV,), (H,), (H,))]
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     operands = Operands(q, k, None, *square, *rows, c=None)
-    # Few chunks: a program for each value head, though it makes the products of keys again.
-    tasks = packing.NT * HV
-    parts = HV // H if tasks <= 2 * get_backend(q.device).num_cores(q.device) else 1
-    launch(gdn_prep, grid_stride(packing.NT * H * parts, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
-           *operands[3:-1], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, parts, scale,
+    few = 2 * get_backend(q.device).num_cores(q.device) // max(HV, 1)
+    launch(gdn_prep, grid_stride(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
+           *operands[3:-1], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, few, scale,
            record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     return operands
