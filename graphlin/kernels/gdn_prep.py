@@ -186,8 +186,9 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     rows = [q.new_empty(NS, *shape, BT, dtype=torch.float32) for shape in ((HV,), (HV, 3), (HV,), (H,), (H,))]
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     operands = Operands(q, k, None, *square, *rows, c=None)
-    few = 2 * get_backend(q.device).num_cores(q.device) // max(HV, 1)
-    launch(gdn_prep, grid_stride(packing.NT * HV, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
+    few = 2 * get_backend(q.device).num_cores(q.device) // HV
+    tasks = max(packing.NT * H, min(packing.NT, few) * HV)
+    launch(gdn_prep, grid_stride(tasks, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,
            *operands[3:-1], packing.cu, packing.chunks, packing.N, packing.T, packing.NT, packing.NTS, NS, few, scale,
            record=record, H=H, HV=HV, K=K, BT=BT, **prologue.constexprs, VARLEN=packing.varlen, GRAPH_CAPTURE=packing.capture)
     return operands
