@@ -167,6 +167,7 @@ def _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task
                 state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, reached, assumed, i_here,
                             ((i_next - 1) * N + i_n) * HV + i_hv, i_n, i_hv, i_task % NV, bos, n, begin, begin, end, NS, H, HV, K,
                             V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, PIECES, True, STAGES)
+                tl.debug_barrier()      # other threads than have stored what is reached now load it for the next piece
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])

@@ -167,14 +167,19 @@ def test_a_piece_is_tried_where_enough_is_forgotten(device, splitting, nats):
 
 @pytest.mark.device_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("lengths", [(5000, 100, 9000), (12000, 4000)], ids=["halves", "quarters"])
-def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, monkeypatch, lengths, dtype):
-    """By the device's own records, with decays that forget nothing, too little, enough and all in time."""
+@pytest.mark.parametrize(("lengths", "pieces"), [((5000, 100, 4000), 2), ((12000, 4000), 4)])
+def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, monkeypatch, lengths, pieces, dtype):
+    """By the device's own records, with decays that forget nothing, too little, enough and all in time, and a NaN that no decay
+    forgets."""
     drawn = draw(device, lengths, 0.05, dtype, HV=4, K=128)
     drawn["g"] *= torch.tensor([0.01, 0.5, 1.3, 20.0], device=device)
     drawn["v"][0, :100] *= 1e3
-    cores = get_backend(device).num_cores(device)
+    drawn["v"][0, 7, 3, 5] = float("nan")
+    launches, launch, cores = [], delta_recurrence.launch, get_backend(device).num_cores(device)
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 1)
-    expected = apply(drawn, 64)
+    expected = {name: x.nan_to_num(7.0) for name, x in apply(drawn, 64).items()}
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: cores)
-    assert_bitwise(apply(drawn, 64), expected, "in pieces")
+    monkeypatch.setattr(delta_recurrence, "launch", lambda *args, **options: (launches.append(options["PIECES"]),
+                                                                              launch(*args, **options)))
+    assert_bitwise({name: x.nan_to_num(7.0) for name, x in apply(drawn, 64).items()}, expected, "in pieces")
+    assert (expected["o"][0, 7:lengths[0], 3, 5] == 7.0).all() and launches == [pieces, pieces]
