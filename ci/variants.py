@@ -124,7 +124,7 @@ def run_gated_delta_rule(variant: Variant) -> None:
 
 
 def run_kda(variant: Variant) -> None:
-    """Kimi Delta Attention with each of its gates, forward and backward, and of one sequence alone."""
+    """Kimi Delta Attention with each of its gates, forward and backward, of one sequence alone, and forward over a long one."""
     dtype, H, HV = variant.dtype, variant.H, variant.HV
     state = (HV, variant.V, variant.K) if variant.state_v_first else (HV, variant.K, variant.V)
     gates: list[dict[str, Any]] = [{}]
@@ -135,16 +135,18 @@ def run_kda(variant: Variant) -> None:
                  dict(extras, lower_bound=-5.0)]
     gate_dtype = dtype if variant.extras else torch.float32
 
-    def run(seqs: int, gate: dict[str, Any], arguments: dict[str, Any]) -> None:
+    def run(tokens: int, seqs: int, gate: dict[str, Any], arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
         initial = make(seqs if variant.packed else 1, *state) if variant.extras else None
-        differentiate(*graphlin.chunk_kda(
-            make(1, TOKENS, H, variant.K, dtype=dtype), make(1, TOKENS, H, variant.K, dtype=dtype),
-            make(1, TOKENS, HV, variant.V, dtype=dtype), make(1, TOKENS, HV, variant.K, dtype=gate_dtype),
-            make(1, TOKENS, HV, dtype=dtype), initial_state=initial, state_v_first=variant.state_v_first, **gate, **arguments))
+        return graphlin.chunk_kda(
+            make(1, tokens, H, variant.K, dtype=dtype), make(1, tokens, H, variant.K, dtype=dtype),
+            make(1, tokens, HV, variant.V, dtype=dtype), make(1, tokens, HV, variant.K, dtype=gate_dtype),
+            make(1, tokens, HV, dtype=dtype), initial_state=initial, state_v_first=variant.state_v_first, **gate, **arguments)
 
     for gate, arguments in product(gates, packings(variant)):
-        run(SEQS, gate, arguments)
-    run(1, gates[-1], packing(variant, TOKENS, 1))
+        differentiate(*run(TOKENS, SEQS, gate, arguments))
+    differentiate(*run(TOKENS, 1, gates[-1], packing(variant, TOKENS, 1)))
+    with torch.no_grad():
+        run(LONG[0], 1, gates[-1], packing(variant, LONG[0], 1))
 
 
 def run_causal_conv1d(variant: Variant) -> None:

@@ -25,7 +25,7 @@ def _store_output(p_o, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL: tl.constex
 def _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, start, end, begin, NS,
           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
           BV: tl.constexpr, OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-          STAGES: tl.constexpr):
+          PIECES: tl.constexpr, STAGES: tl.constexpr):
     """S after the chunks start to end - 1, of which those from `begin` on are output."""
     o_c = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -61,6 +61,8 @@ def _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos,
                 if (left > 0) & (i_t >= begin):     # left > 0: as in store_rows
                     _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
             else:
+                if PIECES > 1:
+                    m_tv = m_tv & (i_t * BT + o_c >= begin * BT)[:, None]
                 _store_output(o + p_v + o_tv, b_so, b_e, b_q, b_p, b_out, m_tv, PER_CHANNEL, PREC)
         else:
             store_rows(E + p_v + o_tv, b_e, m_tv, left, not PER_CHANNEL)
@@ -94,12 +96,12 @@ def state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, reached, assumed,
         for i in range(tl.where(begin > 0, 0, 1), 2):
             b_s = _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, tl.where(i == 0, start, begin),
                         tl.where(i == 0, begin, end), begin, NS, H, HV, K, V, BT, BK, BV, OUTPUT, PER_CHANNEL, PREC, COPY_LHS,
-                        STAGES)
+                        PIECES, STAGES)
             if i == 0:
                 store_state(assumed, b_s, i_here, o_k, o_v, K, V, True)
     else:
         b_s = _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos, n, begin, end, begin, NS, H, HV, K, V,
-                    BT, BK, BV, OUTPUT, PER_CHANNEL, PREC, COPY_LHS, STAGES)
+                    BT, BK, BV, OUTPUT, PER_CHANNEL, PREC, COPY_LHS, PIECES, STAGES)
     if PIECES > 1:
         if end * BT < n:
             store_state(reached, b_s, i_there, o_k, o_v, K, V, True)
@@ -131,10 +133,10 @@ def _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_ta
     if PIECES > 1:
         NC = end
         if i_piece > 0:
-            begin, chunks = piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV, BT, PIECES, SEGMENT, LEAST)
+            begin, chunks = piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
             start = begin - chunks
             work = begin < NC
-        end, i_next = next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV, BT, PIECES, SEGMENT, LEAST)
+        end, i_next = next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
         i_here = ((i_piece - 1) * N + i_n) * HV + i_hv
         i_there = ((i_next - 1) * N + i_n) * HV + i_hv
     if work:
@@ -158,12 +160,12 @@ def _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task
     bos, n = sequence(cu, i_n, T, VARLEN)
     NC = (n + BT - 1) // BT
     for i_piece in range(1, PIECES):
-        begin, _ = piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV, BT, PIECES, SEGMENT, LEAST)
+        begin, _ = piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
         if begin < NC:
             i_here = ((i_piece - 1) * N + i_n) * HV + i_hv
             b_reached = load_state(reached, i_here, o_k, o_v, K, V, True)
             if not same_bits(b_reached, load_state(assumed, i_here, o_k, o_v, K, V, True)):
-                end, i_next = next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV, BT, PIECES, SEGMENT, LEAST)
+                end, i_next = next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
                 state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, reached, assumed, i_here,
                             ((i_next - 1) * N + i_n) * HV + i_hv, i_n, i_hv, i_task % NV, bos, n, begin, begin, end, NS, H, HV, K,
                             V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, PIECES, True, STAGES)
@@ -207,7 +209,7 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     (H, K), (HV, V) = operands.q.shape[2:], v.shape[2:]
     o = torch.empty_like(v)
     ht = v.new_empty(packing.N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32) if store_ht else None
-    pieces, record = (1, None) if operands.per_channel else pieces_of(packing, HV, K, V, v.dtype, v.device)
+    pieces, record = pieces_of(packing, HV, K, V, operands.per_channel, v.dtype, v.device)
     record = record or record_for("delta_recurrence", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     tasks = packing.N * HV * -(-V // record.tiles["BV"])
     programs = programs_of(pieces * tasks, record, v.device)

@@ -17,20 +17,27 @@ from graphlin.kernels.common import chunk_slot
 from graphlin.kernels.launch import record_for
 from graphlin.kernels.packing import Packing
 
-SPLIT_RECORDS = {4: "delta_recurrence_quarters", 2: "delta_recurrence_halves"}
+# Pieces and their launch records, of one decay a head and of one a channel; what is tried first comes first.
+SPLIT_RECORDS = {False: {4: "delta_recurrence_quarters", 2: "delta_recurrence_halves"},
+                 True: {2: "delta_recurrence_channel_halves"}}
 # log2 of what decays must leave of a state. Float32 sums round 2^-30 away, but a difference in the last bit of an operand that is
 # rounded to bfloat16 comes back 2^-13 as large, until by chance none is left: of 192 states 10% still had one at -69, 1% at -83.
 FORGOTTEN = tl.constexpr(-118.0)
 
 
 @triton.jit
-def piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, BT: tl.constexpr, PIECES: tl.constexpr,
-                SEGMENT: tl.constexpr, LEAST: tl.constexpr):
+def _whole_bits(b_G):
+    """Sums of decays in whole bits from the first chunk on, rounded up: the same in whatever order threads add."""
+    return tl.cumsum(tl.ceil(tl.minimum(tl.maximum(b_G, FORGOTTEN), -FORGOTTEN)).to(tl.int32), 0)
+
+
+@triton.jit
+def piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                PER_CHANNEL: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, LEAST: tl.constexpr):
     """The chunk that a piece of a sequence of NC chunks begins with, and how many chunks earlier it starts; NC, 0 where it is not
     worth a try: the sequence has fewer than LEAST chunks, or the SEGMENT chunks before are not enough to forget what was there.
 
-    The first piece is longer than the others by what those are likely to start earlier. The sum of decays is of whole numbers, so
-    that all who ask get the same answer, in whatever order their threads add.
+    The first piece is longer than the others by what those are likely to start earlier.
     """
     EARLIER: tl.constexpr = SEGMENT * 3 // 4
     tl.static_assert(LEAST + (PIECES - 1) * EARLIER >= PIECES * SEGMENT)    # no chunk before the first is asked for
@@ -38,8 +45,12 @@ def piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, BT: tl.con
     chunks = 0
     if cut < NC:
         o = tl.arange(0, SEGMENT)
-        b_G = tl.load(G + (chunk_slot(bos, i_n, cut - 1 - o, BT, NS) * HV + i_hv) * BT + BT - 1)
-        left = tl.cumsum(tl.ceil(tl.minimum(tl.maximum(b_G, FORGOTTEN), -FORGOTTEN)).to(tl.int32), 0)
+        p = chunk_slot(bos, i_n, cut - 1 - o, BT, NS) * HV + i_hv
+        if PER_CHANNEL:
+            o_k = tl.arange(0, BK)
+            left = tl.max(_whole_bits(tl.load(G + p[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=FORGOTTEN)), 1)
+        else:
+            left = _whole_bits(tl.load(G + p * BT + BT - 1))
         chunks = tl.min(tl.where(left <= FORGOTTEN, o + 1, SEGMENT + 1), 0)
         if chunks > SEGMENT:
             cut = NC
@@ -48,14 +59,14 @@ def piece_start(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, BT: tl.con
 
 
 @triton.jit
-def next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, BT: tl.constexpr, PIECES: tl.constexpr,
-               SEGMENT: tl.constexpr, LEAST: tl.constexpr):
+def next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+               PER_CHANNEL: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, LEAST: tl.constexpr):
     """The chunk that the first piece behind i_piece which is tried begins with, and which that is; NC, PIECES where there is
     none."""
     end = NC
     i_next = PIECES
     for i in tl.static_range(1, PIECES):
-        cut, _ = piece_start(G, bos, i_n, NC, i_hv, PIECES - i, NS, HV, BT, PIECES, SEGMENT, LEAST)
+        cut, _ = piece_start(G, bos, i_n, NC, i_hv, PIECES - i, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
         is_next = (PIECES - i > i_piece) & (cut < NC)
         end = tl.where(is_next, cut, end)
         i_next = tl.where(is_next, PIECES - i, i_next)
@@ -69,12 +80,12 @@ def same_bits(b_x, b_y):
     return tl.max(tl.max(differ.to(tl.int32), 1), 0) == 0
 
 
-def pieces_of(packing: Packing, heads: int, K: int, V: int, dtype: torch.dtype,
+def pieces_of(packing: Packing, heads: int, K: int, V: int, per_channel: bool, dtype: torch.dtype,
               device: torch.device) -> tuple[int, LaunchRecord | None]:
     """Into how many pieces to split sequences, and by which record: the most of which each one's program has a core to itself, if
     sequences may be long enough; 1, None if not."""
     cores = get_backend(device).num_cores(device)
-    for pieces, name in SPLIT_RECORDS.items():
+    for pieces, name in SPLIT_RECORDS[per_channel].items():
         if pieces * packing.N * heads > cores:
             continue
         record = record_for(name, device, K=K, V=V, BT=packing.BT, dtype=dtype)

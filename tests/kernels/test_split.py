@@ -31,11 +31,11 @@ def splitting(device, monkeypatch):
 
     def split(pieces, least=8, segment=4):
         def record(kernel, **problem):
-            if kernel not in SPLIT_RECORDS.values():
+            if kernel not in {name for family in SPLIT_RECORDS.values() for name in family.values()}:
                 return own(kernel, **problem)
             found = own("delta_recurrence", **problem)
-            sizes = dict(SEGMENT=segment, LEAST=least if kernel == SPLIT_RECORDS.get(pieces) else 0)
-            return replace(found, tiles={**found.tiles, **sizes})
+            wanted = kernel in {family.get(pieces) for family in SPLIT_RECORDS.values()}
+            return replace(found, tiles={**found.tiles, "SEGMENT": segment, "LEAST": least if wanted else 0})
         monkeypatch.setattr(backend, "launch_record", record)
         launches.clear()
         return launches
@@ -44,26 +44,32 @@ def splitting(device, monkeypatch):
     return split
 
 
-def draw(device, lengths, decay, dtype=torch.float32, HV=2, K=16):
-    """Log decays from -2 decay to 0, so that a chunk of 16 rows forgets 16 decay nats."""
+def draw(device, lengths, decay, dtype=torch.float32, HV=2, K=16, per_channel=False):
+    """Log decays from -2 decay to 0, so that a chunk of 16 rows forgets 16 decay nats; per_channel: of chunk_kda."""
     rows = sum(lengths)
     q, k = (torch.randn(1, rows, 1, K, device=device).to(dtype) for _ in range(2))
     v, h0 = torch.randn(1, rows, HV, K, device=device).to(dtype), torch.randn(len(lengths), HV, K, K, device=device)
-    g, beta = -2 * decay * torch.rand(1, rows, HV, device=device), torch.rand(1, rows, HV, device=device)
+    g = -2 * decay * torch.rand(1, rows, HV, *([K] if per_channel else []), device=device)
+    beta = torch.rand(1, rows, HV, device=device)
     return dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=h0, cu_seqlens=cu_of(lengths, device))
 
 
 def apply(drawn, chunk_size=BT):
-    o, ht = graphlin.chunk_gated_delta_rule(**drawn, use_qk_l2norm_in_kernel=True, output_final_state=True, chunk_size=chunk_size)
+    op = graphlin.chunk_gated_delta_rule if drawn["g"].ndim == 3 else graphlin.chunk_kda
+    o, ht = op(**drawn, use_qk_l2norm_in_kernel=True, output_final_state=True, chunk_size=chunk_size)
     return {"o": o, "ht": ht}
 
 
-@pytest.mark.parametrize("pieces", SPLIT_RECORDS)
-@pytest.mark.parametrize("lengths", [(250,), (5, 0, 250, 100), (128, 112)], ids=str)
+CASES = [(per_channel, pieces) for per_channel, records in SPLIT_RECORDS.items() for pieces in records]
+each_split = pytest.mark.parametrize(("per_channel", "pieces"), CASES, ids=[f"{'kda' if kda else 'gdn'}-{n}" for kda, n in CASES])
+
+
+@each_split
+@pytest.mark.parametrize("lengths", [(5, 0, 250, 100), (128, 112)], ids=str)
 @pytest.mark.parametrize(("decay", "dtype"), [(0.05, torch.float32), (2.0, torch.bfloat16), (8.0, torch.float32)],
                          ids=["nothing forgotten", "near the bound", "all forgotten"])
-def test_no_bit_depends_on_the_split(device, splitting, lengths, decay, dtype, pieces):
-    drawn = draw(device, lengths, decay, dtype)
+def test_no_bit_depends_on_the_split(device, splitting, lengths, decay, dtype, per_channel, pieces):
+    drawn = draw(device, lengths, decay, dtype, per_channel=per_channel)
     assert not splitting(0)
     expected = apply(drawn)
     assert_bitwise(launched(splitting(pieces), drawn, pieces), expected, f"in {pieces} pieces")
@@ -91,15 +97,17 @@ def test_what_leaves_no_core_idle_or_is_short_is_not_split(device, splitting, mo
     assert launches == [("delta_recurrence", 2, 1)] * 2
 
 
-def test_the_most_pieces_that_cores_have_room_for(device, monkeypatch):
+@pytest.mark.parametrize("per_channel", SPLIT_RECORDS)
+def test_the_most_pieces_that_cores_have_room_for(device, monkeypatch, per_channel):
     """By the device's own records of a real model's sizes, of those that split at all."""
-    records = {pieces: record_for(name, device, K=128, V=128, dtype=torch.bfloat16) for pieces, name in SPLIT_RECORDS.items()}
+    records = {pieces: record_for(name, device, K=128, V=128, dtype=torch.bfloat16)
+               for pieces, name in SPLIT_RECORDS[per_channel].items()}
     room = {pieces: pieces * 32 * -(-128 // record.tiles["BV"]) for pieces, record in records.items() if record.tiles["LEAST"]}
 
     def pieces(tokens, cores):
         monkeypatch.setattr(get_backend(device), "num_cores", lambda device: cores)
         packing = Packing(None, None, 1, tokens, tokens // 64, tokens // 64, 64, False)
-        return pieces_of(packing, 32, 128, 128, torch.bfloat16, device)
+        return pieces_of(packing, 32, 128, 128, per_channel, torch.bfloat16, device)
 
     for count, programs in room.items():
         least = 64 * records[count].tiles["LEAST"]
@@ -108,10 +116,10 @@ def test_the_most_pieces_that_cores_have_room_for(device, monkeypatch):
     assert pieces(1 << 20, 1) == (1, None)
 
 
-def joined(device, splitting, change, pieces=2):
+def joined(device, splitting, change, pieces=2, per_channel=False):
     """Whether the bits of a sequence of sixteen chunks are the same in pieces as in one; whether the pieces' own programs had
     them right, by leaving out the launch that joins them."""
-    drawn = draw(device, (256,), 8.0, HV=1)
+    drawn = draw(device, (256,), 8.0, HV=1, per_channel=per_channel)
     change(drawn)
     splitting(0)
     expected = apply(drawn)
@@ -127,9 +135,9 @@ def joined(device, splitting, change, pieces=2):
     return alike, torch.equal(apply(drawn)["o"].view(torch.int32), expected["o"].view(torch.int32))
 
 
-@pytest.mark.parametrize("pieces", SPLIT_RECORDS)
-def test_pieces_stand_where_nothing_is_left_of_those_before(device, splitting, pieces):
-    assert joined(device, splitting, lambda drawn: None, pieces) == (True, True)
+@each_split
+def test_pieces_stand_where_nothing_is_left_of_those_before(device, splitting, per_channel, pieces):
+    assert joined(device, splitting, lambda drawn: None, pieces, per_channel) == (True, True)
 
 
 def changed(name, rows, value):
@@ -138,20 +146,30 @@ def changed(name, rows, value):
     return change
 
 
-@pytest.mark.parametrize("pieces", SPLIT_RECORDS)
-@pytest.mark.parametrize("change", [
-    changed("v", slice(0, 40), 1e34), changed("v", slice(30, 256), 0.0), changed("v", 3, float("nan")),
-    changed("g", 3, float("nan")), changed("beta", slice(30, 256), 0.0), changed("g", slice(0, 48), 1.6),
-    lambda drawn: drawn["initial_state"].mul_(1e34),
-], ids=["huge values", "values of 0", "a nan", "a nan in the decays", "nothing written", "growth", "a huge state"])
-def test_a_piece_that_lacked_something_is_taken_again(device, splitting, change, pieces):
+CHANGES = {
+    "huge values": changed("v", slice(0, 40), 1e34), "a nan": changed("v", 3, float("nan")),
+    "nothing written": changed("beta", slice(30, 256), 0.0), "values of 0": changed("v", slice(30, 256), 0.0),
+    "a nan in the decays": changed("g", 3, float("nan")), "growth": changed("g", slice(0, 48), 1.6),
+    "a huge state": lambda drawn: drawn["initial_state"].mul_(1e34)}
+
+
+@pytest.mark.parametrize(("change", "per_channel", "pieces"), [
+    *((change, False, 4) for change in CHANGES), *((change, kda, 2) for change in list(CHANGES)[:3] for kda in (False, True))])
+def test_a_piece_that_lacked_something_is_taken_again(device, splitting, change, per_channel, pieces):
     """The four chunks before the second piece forget just enough for decays alone."""
     def all_but(drawn):
         first = SECOND[pieces] * BT - 4 * BT
         drawn["g"][0, :first], drawn["g"][0, first:] = -0.01, -1.3
-        change(drawn)
-    alike, stood = joined(device, splitting, all_but, pieces)
+        CHANGES[change](drawn)
+    alike, stood = joined(device, splitting, all_but, pieces, per_channel)
     assert alike and not stood
+
+
+def test_all_channels_must_have_forgotten(device, splitting):
+    """One that remembers keeps the first piece's program going, and the result as it is."""
+    def change(drawn):
+        drawn["g"][..., 11] = -0.01
+    assert joined(device, splitting, change, per_channel=True) == (True, True)
 
 
 @pytest.mark.parametrize("nats", [81.5, 83.5])
@@ -167,12 +185,13 @@ def test_a_piece_is_tried_where_enough_is_forgotten(device, splitting, nats):
 
 @pytest.mark.device_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("lengths", "pieces"), [((5000, 100, 4000), 2), ((12000, 4000), 4)])
-def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, monkeypatch, lengths, pieces, dtype):
+@pytest.mark.parametrize(("per_channel", "lengths", "pieces"), [
+    (False, (5000, 100, 4000), 2), (False, (12000, 4000), 4), (True, (5000, 100, 4000), 2)])
+def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, monkeypatch, per_channel, lengths, pieces, dtype):
     """By the device's own records, with decays that forget nothing, too little, enough and all in time, and a NaN that no decay
     forgets."""
-    drawn = draw(device, lengths, 0.05, dtype, HV=4, K=128)
-    drawn["g"] *= torch.tensor([0.01, 0.5, 1.3, 20.0], device=device)
+    drawn = draw(device, lengths, 0.2 if per_channel else 0.05, dtype, HV=4, K=128, per_channel=per_channel)
+    drawn["g"] *= torch.tensor([0.01, 0.5, 1.3, 20.0], device=device).view(4, *[1] * per_channel)
     drawn["v"][0, :100] *= 1e3
     drawn["v"][0, 7, 3, 5] = float("nan")
     launches, launch, cores = [], delta_recurrence.launch, get_backend(device).num_cores(device)

@@ -56,6 +56,12 @@ def _halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
     return replace(record, tiles=dict(record.tiles, PERSISTENT=True, SEGMENT=32, LEAST=40))
 
 
+def _channel_halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+    """Where channels have decays of their own, they are mostly fast: those of a bounded gate forget in a chunk or two."""
+    record = _halves(arch, K, V, R, dtype)
+    return replace(record, tiles=dict(record.tiles, PERSISTENT=False, SEGMENT=8, LEAST=20)) if record.tiles["LEAST"] else record
+
+
 def _quarters(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """All of V in a program of twice the warps: a step takes half as long again, but there are four at once."""
     if arch != "sm_90" or dtype == torch.float32 or not (32 < K <= 128 and 64 < V <= 128):
@@ -162,6 +168,7 @@ _RECORDS = {
     "delta_recurrence": _long_recurrence,
     "delta_recurrence_halves": _halves,
     "delta_recurrence_quarters": _quarters,
+    "delta_recurrence_channel_halves": _channel_halves,
     "delta_two_recurrences": _two_recurrences,
     "delta_state_map": _state_map,
     "delta_gradient_map": _gradient_map,

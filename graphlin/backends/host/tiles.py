@@ -19,6 +19,8 @@ _TILES = {
     "delta_recurrence": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False),
     "delta_recurrence_halves": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=True, SEGMENT=4,
                                                  LEAST=5),
+    "delta_recurrence_channel_halves": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False,
+                                                         SEGMENT=2, LEAST=5),
     "delta_recurrence_quarters": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 128), PERSISTENT=False,
                                                    SEGMENT=4, LEAST=12),
     "delta_two_recurrences": lambda K, V: dict(_DOT, BK=block_size(K, 256), BV=block_size(V, 64), PERSISTENT=False,
