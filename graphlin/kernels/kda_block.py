@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from graphlin.kernels.gates import exp2
 from graphlin.kernels.kda_anchors import level_decay, level_pairs
 from graphlin.kernels.kda_pairwise import pairwise_gradients
 
@@ -35,13 +34,13 @@ def _level_gradients(b_q, b_k, b_y, b_c, b_f, b_w, b_dq, b_dr, b_dw, b_a, h: tl.
 
 @triton.jit
 def block_gradients(b_q, b_k, b_y, b_c, b_er, u_q, u_k, b_f, b_w, b_dw, b_a, lift, BK: tl.constexpr, SAFE: tl.constexpr,
-                    PAIRWISE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr = False):
+                    PAIRWISE: tl.constexpr, PREC: tl.constexpr):
     """Adds the pairs of one block, with F and W masked to i > j, to the sums u over the earlier ones. Returns dq, ρ, κ, a."""
     DT: tl.constexpr = b_f.dtype
     x_q = (b_q * b_er).to(DT)
     x_k = (b_k * b_er).to(DT)
     if SAFE:
-        b_ec = exp2(-b_c, FAST) * (1.0 / lift)
+        b_ec = tl.exp2(-b_c) * (1.0 / lift)
         x_y = (b_y * b_ec).to(DT)
         u_q = tl.dot(b_f, x_y, u_q, input_precision=PREC)                                                # [16, BK]
         u_k = tl.dot(b_w, x_y, u_k, input_precision=PREC)

@@ -159,7 +159,7 @@ def _intra_chunk(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk,
         unrolled_chunk_gradients(
             q, k, g, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg, dqk, pb, pa, (row * H + i_h) * K, (slot * H + i_h) * BT,
             (row * HV + i_hv) * K, p, (i_k * NS * HV + p) * BT, i_hv, o_k, i_t * BT, n, decay_rate(A_log, i_hv), lower_bound,
-            lift, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, REV_SCAN, FAST)
+            lift, scale, H, HV, K, BT, BK, GATE, BIAS, PREC, FAST)
     else:
         b_all = tl.exp2(tl.load(GC + p * K + o_k, mask=o_k < K, other=0.))                                   # [BK]
         b_all = b_all * tl.load(sr + p * K + o_k, mask=o_k < K, other=0.)
