@@ -223,14 +223,14 @@ def _block_gradients(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, 
 
 
 @triton.jit
-def _block(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, ones, e_t, earlier, later, b_before, dt, dg, dqk, pb, p_g,
-           p, p_d, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, AT: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+def _block(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, ones, e_t, earlier, later, b_before, dt, dg, dqk, p_g,
+           p, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, AT: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
            BT: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, GATE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr):
-    """Block AT, stored. Returns the sum of a, and those of the terms of dA_log and ddt_bias."""
+    """Block AT, stored. Returns the sums of a and of the terms of dA_log and ddt_bias, and the rows' sums of k∘κ, by 16 channels:
+    a warp's own, so that all blocks' go from warp to warp at once."""
     o_b = tl.arange(0, 16)
     b_dq, b_dr, b_db, b_dg, a = _block_gradients(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, ones, e_t, earlier,
                                                  later, b_before, lift, scale, AT, BK, PREC, FAST)
-    tl.store(pb + p_d + AT * 16 + o_b, tl.sum(b_db, 0))
     p_w = dqk + p * (2 * BT * NK * BK) + AT * (16 * NK * BK) + (o_k[:, None] + o_b[None, :] * (NK * BK))
     p_w = p_w[:, :, None] + (tl.arange(0, 2) * (BT * NK * BK))[None, None, :]
     tl.store(p_w, tl.join(b_dq, b_dr).to(dqk.dtype.element_ty))                  # both in one move from thread to thread
@@ -241,7 +241,7 @@ def _block(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, ones, e_t,
     b_dg, b_da = gate_gradients(tl.where(m, b_dg, 0.0), b_u.to(tl.float32) + dt[:, None], rate, lower_bound, GATE, FAST)
     p_x = dg + p_g + AT * (16 * HV * K) + (o_k[:, None] + o_b[None, :] * (HV * K))
     tl.store(p_x, b_dg.to(dg.dtype.element_ty), mask=m)
-    return a, tl.sum(b_da, 1), tl.sum(b_dg, 1)
+    return a, tl.sum(b_da, 1), tl.sum(b_dg, 1), tl.sum(tl.reshape(b_db, [BK // 16, 16, 16]), 1)
 
 
 @triton.jit
@@ -295,21 +295,24 @@ def unrolled_chunk_gradients(q, k, g, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg,
     live = n - first_row
     b_da = tl.zeros([BK], dtype=tl.float32)
     b_db = tl.zeros([BK], dtype=tl.float32)
+    z_3 = tl.zeros([BK // 16, 16], dtype=tl.float32)
+    z_2 = z_3
+    z_1 = z_3
     v_3 = _row_loads(rq, rk, b, fw, p_r, p, o_b, 3, BT)
     r_3 = _readers(q_3, v_3, eye, lift, scale, BK, PREC, FAST)
     v_2 = _row_loads(rq, rk, b, fw, p_r, p, o_b, 2, BT)
     if live > 48:
-        a, b_da, b_db = _block(
+        a, b_da, b_db, z_3 = _block(
             l_3, v_3, r_3, f_3, h_3, f_3, h_3, ys, ys, ys, es, ones, e_3, e_0 * e_1 * e_2, one, b_all + (s_0 + s_1 + s_2), dt, dg,
-            dqk, pb, p_g, p, p_d, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 3, HV, K, BT, BK, NK, GATE, PREC, FAST)
+            dqk, p_g, p, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 3, HV, K, BT, BK, NK, GATE, PREC, FAST)
         b_all += a
     r_2 = _readers(q_2, v_2, eye, lift, scale, BK, PREC, FAST)
     v_1 = _row_loads(rq, rk, b, fw, p_r, p, o_b, 1, BT)
     if live > 32:
-        a, da, db = _block(
+        a, da, db, z_2 = _block(
             l_2, v_2, r_2, f_2, h_2, (f_3[2], f_3[2], f_3[2], f_3[2]), (h_3[2], h_3[2], h_3[2], h_3[2]), ys,
             (r_3[4], r_3[4], r_3[4], r_3[4]), (r_3[5], r_3[5], r_3[5], r_3[5]), es, ones, e_2, e_0 * e_1, e_3,
-            b_all + (s_0 + s_1), dt, dg, dqk, pb, p_g, p, p_d, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 2, HV, K,
+            b_all + (s_0 + s_1), dt, dg, dqk, p_g, p, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 2, HV, K,
             BT, BK, NK, GATE, PREC, FAST)
         b_all += a
         b_da += da
@@ -317,22 +320,23 @@ def unrolled_chunk_gradients(q, k, g, dt_bias, GC, c, b, rq, rk, fw, ts, sr, dg,
     r_1 = _readers(q_1, v_1, eye, lift, scale, BK, PREC, FAST)
     v_0 = _row_loads(rq, rk, b, fw, p_r, p, o_b, 0, BT)
     if live > 16:
-        a, da, db = _block(
+        a, da, db, z_1 = _block(
             l_1, v_1, r_1, f_1, h_1, (f_2[1], f_2[1], f_2[1], f_3[1]), (h_2[1], h_2[1], h_2[1], h_3[1]), ys,
             (r_2[4], r_2[4], r_2[4], r_3[4]), (r_2[5], r_2[5], r_2[5], r_3[5]), es, ones, e_1, e_0, e_2 * e_3, b_all + s_0, dt,
-            dg, dqk, pb, p_g, p, p_d, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 1, HV, K, BT, BK, NK, GATE, PREC,
-            FAST)
+            dg, dqk, p_g, p, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 1, HV, K, BT, BK, NK, GATE, PREC, FAST)
         b_all += a
         b_da += da
         b_db += db
     r_0 = _readers(q_0, v_0, eye, lift, scale, BK, PREC, FAST)
-    _, da, db = _block(
+    _, da, db, z_0 = _block(
         l_0, v_0, r_0, f_1, h_1, (f_1[0], f_1[0], f_2[0], f_3[0]), (h_1[0], h_1[0], h_2[0], h_3[0]), ys,
         (r_1[4], r_1[4], r_2[4], r_3[4]), (r_1[5], r_1[5], r_2[5], r_3[5]), es, ones, e_0, one, e_1 * (e_2 * e_3), b_all, dt, dg,
-        dqk, pb, p_g, p, p_d, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 0, HV, K, BT, BK, NK, GATE, PREC, FAST)
+        dqk, p_g, p, o_k, m_k, first_row, n, rate, lower_bound, lift, scale, 0, HV, K, BT, BK, NK, GATE, PREC, FAST)
     b_da += da
     b_db += db
+    o_c = tl.arange(0, BT)
+    b_z = tl.sum(tl.join(tl.join(z_0, z_2), tl.join(z_1, z_3)), 0)                                      # [16, 2, 2]
+    tl.store(pb + p_d + o_c, tl.reshape(tl.permute(b_z, (1, 2, 0)), [BT]), mask=o_c // 16 * 16 < live)
     if GATE > 0:
-        p_a = pa + p * (2 * NK * BK) + o_k
-        tl.store(p_a, b_da)
-        tl.store(p_a + NK * BK, b_db)
+        p_a = pa + p * (2 * NK * BK) + (o_k[:, None] + (tl.arange(0, 2) * (NK * BK))[None, :])
+        tl.store(p_a, tl.join(b_da, b_db))
