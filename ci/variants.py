@@ -46,6 +46,7 @@ VARIANTS = {
     "one-group": Variant(H=32, HV=32),
     "small": Variant(K=64, V=64),
     "odd": Variant(K=100, V=60),
+    "uneven": Variant(V=100),
     "large": Variant(K=256, V=256),
     "large-fp32": Variant(K=256, V=256, dtype=torch.float32),
     "chunk-32": Variant(chunk_size=32),
@@ -54,7 +55,7 @@ VARIANTS = {
     "taps-8": Variant(taps=8),
 }
 TOKENS, SEQS = 256, 4
-LONG = 41 * 64, 161 * 64    # tokens of a sequence that is split, in halves and in quarters
+LONG = 41, 161    # chunks of a sequence that is split, in halves and in quarters
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -119,7 +120,7 @@ def run_gated_delta_rule(variant: Variant) -> None:
         differentiate(*run(TOKENS, SEQS, arguments))
     differentiate(*run(TOKENS, 1, packing(variant, TOKENS, 1)))
     with torch.no_grad():
-        for tokens in LONG:
+        for tokens in (chunks * variant.chunk_size for chunks in LONG):
             run(tokens, 1, packing(variant, tokens, 1))
 
 
@@ -147,7 +148,8 @@ def run_kda(variant: Variant) -> None:
     gate = gates[len(gates) // 2]
     differentiate(*run(TOKENS, 1, gate, packing(variant, TOKENS, 1)))
     with torch.no_grad():
-        run(LONG[0], 1, gate, packing(variant, LONG[0], 1))
+        tokens = LONG[0] * variant.chunk_size
+        run(tokens, 1, gate, packing(variant, tokens, 1))
 
 
 def run_causal_conv1d(variant: Variant) -> None:

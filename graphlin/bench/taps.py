@@ -20,6 +20,8 @@ class Launch:
     args: tuple
     constexprs: Mapping[str, Any]
     record: LaunchRecord
+    asked: str
+    """The name that the record was asked for by: the kernel's own, or that of a form."""
 
     @property
     def name(self) -> str:
@@ -43,17 +45,21 @@ class Tap:
     backend: GraphBackend
     records: Mapping[str, LaunchRecord] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    _asked: dict[int, tuple[str, LaunchRecord]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
     def launch_record(self, kernel: str, **problem: Any) -> LaunchRecord:
         """The replaced record, or the backend's."""
-        return self.records.get(kernel) or self.backend.launch_record(kernel, **problem)
+        record = self.records.get(kernel) or self.backend.launch_record(kernel, **problem)
+        self._asked[id(record)] = kernel, record
+        return record
 
     def launch(self, kernel: Any, grid: int, args: tuple, constexprs: Mapping[str, Any], record: LaunchRecord) -> None:
         """Notes the launch and makes it."""
-        self.launches.append(Launch(self.backend, kernel, grid, args, constexprs, record))
+        asked, _ = self._asked.get(id(record), (kernel.fn.__name__, record))
+        self.launches.append(Launch(self.backend, kernel, grid, args, constexprs, record, asked))
         self.backend.launch(kernel, grid, args, constexprs, record)
 
 

@@ -55,7 +55,7 @@ class Tuning:
         self.work = problem.work(OUR_OPS[problem.op], BOTH)
         self.expected = self.work()
         self.present = self.launches({})
-        self.kernels = list(dict.fromkeys(launch.name for launch in self.present))
+        self.kernels = list(dict.fromkeys(launch.asked for launch in self.present))
         self._times: dict[tuple, float] = {}
 
     def launches(self, records: dict[str, LaunchRecord]) -> list[Launch]:
@@ -68,7 +68,7 @@ class Tuning:
 
     def record(self, kernel: str) -> LaunchRecord:
         """The present record of a kernel."""
-        return next(launch.record for launch in self.present if launch.name == kernel)
+        return next(launch.record for launch in self.present if launch.asked == kernel)
 
     def search(self, kernel: str, records: Sequence[LaunchRecord], advance: Callable[[], None]) -> Found:
         """Times every candidate, then the fastest and the present one again, in turn and more often."""
@@ -87,7 +87,7 @@ class Tuning:
         try:
             launches = self.launches({kernel: record})
             new, old = _differences(launches, self.present)
-            own = [launch for launch in self.present if launch.name == kernel]
+            own = [launch for launch in self.present if launch.asked == kernel]
             microseconds = sum(map(self._alone, own)) + sum(map(self._alone, new)) - sum(map(self._alone, old))
             return Timed(record, microseconds)
         except Exception as error:  # too much shared memory, a compiler's failure, wrong results: no candidate then
@@ -101,8 +101,8 @@ class Tuning:
     def _final(self, kernel: str, records: list[LaunchRecord]) -> list[tuple[LaunchRecord, Sample]]:
         """All records' affected launches, interleaved: those of the kernel and whatever any of the records changes."""
         calls = [self.launches({kernel: record}) for record in records]
-        affected = {kernel, *(launch.name for call in calls for launch in _differences(call, self.present)[0])}
-        works = {i: self.clock.captured(partial(_again, [launch for launch in call if launch.name in affected]))
+        affected = {kernel, *(launch.asked for call in calls for launch in _differences(call, self.present)[0])}
+        works = {i: self.clock.captured(partial(_again, [launch for launch in call if launch.asked in affected]))
                  for i, call in enumerate(calls)}
         samples = self.final_clock.on_stream(works)
         return [(record, samples[i]) for i, record in enumerate(records)]
@@ -159,8 +159,8 @@ def _variants(tap: Tap, kernels: list[str], search: Search) -> Iterator[tuple[st
     """Candidates that differ in more than the number of programs."""
     seen = set()
     for launch in tap.launches:
-        for record in candidates(launch.name, launch.record, search):
-            form = (launch.name, tuple(record.tiles.items()), record.num_warps, record.num_stages)
-            if (not kernels or launch.name in kernels) and form not in seen:
+        for record in candidates(launch.asked, launch.record, search):
+            form = (launch.asked, tuple(record.tiles.items()), record.num_warps, record.num_stages)
+            if (not kernels or launch.asked in kernels) and form not in seen:
                 seen.add(form)
-                yield launch.name, record
+                yield launch.asked, record

@@ -7,7 +7,7 @@ import triton.language as tl
 from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.delta_steps import chunk_scales, load_state, next_state, store_rows, store_state
-from graphlin.kernels.launch import launch, looped, programs_of, record_for
+from graphlin.kernels.launch import launch, programs_of, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.split import next_piece, piece_start, pieces_of, same_bits
 
@@ -177,11 +177,11 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, 
                      H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                      BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
                      VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                     PERSISTENT: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr, LEAST: tl.constexpr,
-                     STAGES: tl.constexpr):
+                     PERSISTENT: tl.constexpr, LOOPED: tl.constexpr, PIECES: tl.constexpr, SEGMENT: tl.constexpr,
+                     LEAST: tl.constexpr, STAGES: tl.constexpr):
     """Tasks (piece of a sequence, value head, V tile), a program each or, PERSISTENT, grid-stride. Writes o and ht; BK covers K.
-    PIECES, SEGMENT, LEAST: see `split`."""
-    if PERSISTENT:
+    LOOPED: in a loop, be it of one turn, which Triton compiles to other code. PIECES, SEGMENT, LEAST: see `split`."""
+    if PERSISTENT or LOOPED:
         for i_task in range(tl.program_id(0), N * (PIECES * HV * ((V + BV - 1) // BV)), tl.num_programs(0)):
             _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task, cu, N, T, NS, H, HV, K, V, BT, BK, BV,
                          USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, PIECES, SEGMENT, LEAST, STAGES)
@@ -219,10 +219,11 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     if pieces > 1:
         seams = [v.new_empty(pieces - 1, packing.N, HV, V, K, dtype=torch.float32) for _ in range(2)]
     else:
-        record = record if operands.per_channel else looped(record)
         constexprs |= dict(SEGMENT=0, LEAST=0)
     tensors = (*operands.recurrence, v, h0, o, ht, *seams, packing.cu, packing.N, packing.T, packing.NS)
-    launch(delta_recurrence, programs, *tensors, record=record, **constexprs)
+    # On an H200 a loop took less time with one decay a head, up to tiles of 64, and more with one a channel.
+    looped = not operands.per_channel and record.num_warps <= 4
+    launch(delta_recurrence, programs, *tensors, record=record, LOOPED=looped, **constexprs)
     if pieces > 1:
         launch(delta_join, tasks, *tensors, record=record, **constexprs)
     return o, ht

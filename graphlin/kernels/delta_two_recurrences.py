@@ -10,7 +10,7 @@ from graphlin.kernels.common import active_rows, chunk_slot, row_mask, sequence,
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.delta_recurrence import state_loop
 from graphlin.kernels.delta_steps import chunk_scales, load_state, previous_gradient, store_rows, store_state, value_gradient
-from graphlin.kernels.launch import is_crowded, launch, looped, programs_of, record_for
+from graphlin.kernels.launch import is_crowded, launch, programs_of, record_for
 from graphlin.kernels.packing import Packing
 
 
@@ -91,11 +91,11 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
                           H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                           BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, USE_DHT: tl.constexpr,
                           STORE_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PER_CHANNEL: tl.constexpr,
-                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr,
+                          PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr, LOOPED: tl.constexpr,
                           INTERLEAVED: tl.constexpr, STAGES: tl.constexpr):
     """Tasks 2 x (sequence, value head, V tile): the gradient recurrence, which takes longer, then the state recurrence; a
-    program each or, PERSISTENT, grid-stride in each half of the programs. INTERLEAVED: the halves are the even and the odd
-    programs, so that no recurrence waits for programs of empty sequences."""
+    program each or, PERSISTENT, grid-stride in each half of the programs; LOOPED as in delta_recurrence. INTERLEAVED: the halves
+    are the even and the odd programs, so that no recurrence waits for programs of empty sequences."""
     tasks = N * (HV * ((V + BV - 1) // BV))
     half = tl.num_programs(0) // 2
     if INTERLEAVED:
@@ -104,7 +104,7 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
     else:
         i_p = tl.program_id(0) % half
         backward = tl.program_id(0) < half
-    if PERSISTENT:
+    if PERSISTENT or LOOPED:
         if backward:
             for i_task in range(i_p, tasks, half):
                 _gradient_task(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_task, cu, T, NS, H, HV, K, V, BT, BK, BV,
@@ -136,9 +136,8 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     crowded = is_crowded(grid, v.device)
     # Two stages leave room for a second program on a core.
     stages = min(record.num_stages, 2) if crowded and not operands.per_channel else record.num_stages
-    record = record if crowded else looped(record)
     launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
            packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,
            USE_DHT=dht is not None, STORE_DH0=store_dh0, V_FIRST=v_first, VARLEN=packing.varlen,
-           PER_CHANNEL=operands.per_channel, STAGES=stages)
+           PER_CHANNEL=operands.per_channel, LOOPED=not crowded, STAGES=stages)
     return St, E, Rt, dv, dh0

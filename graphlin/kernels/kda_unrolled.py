@@ -234,11 +234,10 @@ def _block(loads, rows, reader, f_r, g_r, fs, gs, ys, xs_q, xs_k, es, ones, e_t,
     p_w = dqk + p * (2 * BT * NK * BK) + AT * (16 * NK * BK) + (o_k[:, None] + o_b[None, :] * (NK * BK))
     p_w = p_w[:, :, None] + (tl.arange(0, 2) * (BT * NK * BK))[None, None, :]
     tl.store(p_w, tl.join(b_dq, b_dr).to(dqk.dtype.element_ty))                  # both in one move from thread to thread
-    b_u = loads[3]
-    if b_u.dtype == ones[0].dtype:
-        b_u = tl.dot(b_u, ones[0], input_precision=PREC)
+    # A gate may be infinite, shut for good: by the zeros of the unit matrix it would be NaN for its neighbours.
+    b_u = _place(loads[3].to(tl.float32), ones[0], BK, PREC)
     m = _columns(first_row + AT * 16 + o_b < n, m_k, K, BK)
-    b_dg, b_da = gate_gradients(tl.where(m, b_dg, 0.0), b_u.to(tl.float32) + dt[:, None], rate, lower_bound, GATE, FAST)
+    b_dg, b_da = gate_gradients(tl.where(m, b_dg, 0.0), b_u + dt[:, None], rate, lower_bound, GATE, FAST)
     p_x = dg + p_g + AT * (16 * HV * K) + (o_k[:, None] + o_b[None, :] * (HV * K))
     tl.store(p_x, b_dg.to(dg.dtype.element_ty), mask=m)
     return a, tl.sum(b_da, 1), tl.sum(b_dg, 1), tl.sum(tl.reshape(b_db, [BK // 16, 16, 16]), 1)

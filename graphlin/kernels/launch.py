@@ -1,6 +1,5 @@
 """The one place where a kernel is launched, and where its launch record is looked up."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,9 +81,3 @@ def programs_of(tasks: int, record: LaunchRecord, device: torch.device) -> int:
 def is_crowded(programs: int, device: torch.device) -> bool:
     """Whether there are more programs than cores."""
     return programs > get_backend(device).num_cores(device)
-
-
-def looped(record: LaunchRecord) -> LaunchRecord:
-    """The record with programs that loop over tasks, for kernels whose body Triton compiles to faster code inside a loop, be it
-    one of a single turn."""
-    return replace(record, tiles=dict(record.tiles, PERSISTENT=True))

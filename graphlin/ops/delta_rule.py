@@ -70,7 +70,8 @@ class Call:
 
 
 class DeltaRule(torch.autograd.Function):
-    """Two launches forward; backward the family's own after one, and one reduction where a gate's parameters are learned."""
+    """Two launches forward, three where long sequences are split; backward the family's own after one, and one reduction where
+    a gate's parameters are learned."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, A_log, dt_bias, h0, call: Call):

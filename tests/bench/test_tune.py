@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphlin.__main__ import main
-from graphlin.backends import LaunchRecord
+from graphlin.backends import LaunchRecord, get_backend
 from graphlin.backends.cuda.tiles import launch_record
 from graphlin.bench import arguments, tune, tune_command
 from graphlin.bench.candidates import candidates
@@ -112,6 +112,17 @@ def test_the_command_prints_and_saves_the_records(tiny_command, tmp_path, capsys
     assert all(row.who == "conv_forward" and row.key.section == "tune" and row.key.tokens == 20 for row in rows)
     assert "BD=32" in rows[0].measure and "BD=16" in rows[1].measure
     assert json.loads(path.read_text())["environment"]["device"]
+
+
+@pytest.mark.slow
+def test_records_of_forms_are_tuned_by_their_own_names(tiny_command, capsys, monkeypatch):
+    """One sequence of 400 tokens is split, eight of 8 are not; of the backward the recurrences are in a loop where cores idle."""
+    monkeypatch.setattr(get_backend("cpu"), "num_cores", lambda device: 12)
+    names = ["delta_recurrence", "delta_recurrence_halves", "delta_two_recurrences"]
+    tried = ["--kernels", ",".join(names), "--try", "num_warps=2,4", "--shapes", "400,1", "64,8"]
+    assert main(["tune", "--only", "gdn", *tried]) == 0
+    out = capsys.readouterr().out
+    assert [f"{name} in gdn: 2 candidates, 0 uses failed" in out for name in names] == [True] * 3
 
 
 def test_a_kernel_that_no_op_launches_is_named(tiny_command, capsys):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphlin.backends import LaunchRecord, get_backend
+from graphlin.backends import get_backend
 from graphlin.backends.npu.tiles import launch_record as npu_record
-from graphlin.kernels.launch import is_crowded, looped
+from graphlin.kernels.launch import is_crowded
 from graphlin.ops.chunks import prepare_chunk_indices
 from tests.inputs import GDN, cu_of, gdn_inputs, gdn_upstream, run
 from tests.ops.op_cases import OP_CASES, assert_bitwise
@@ -75,8 +75,6 @@ def test_sums_stored_in_each_round_start_anew_with_each_value_head(device, reque
 def test_more_programs_than_cores_are_a_crowd(device, monkeypatch):
     monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 4)
     assert [is_crowded(programs, device) for programs in (4, 5)] == [False, True]
-    assert looped(LaunchRecord({"BK": 64, "PERSISTENT": False}, num_warps=2)) == LaunchRecord({"BK": 64, "PERSISTENT": True},
-                                                                                             num_warps=2)
 
 
 def test_the_number_of_programs_changes_no_bit(device, monkeypatch):

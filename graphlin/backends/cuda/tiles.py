@@ -53,18 +53,19 @@ def _halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
     if arch != "sm_90" or dtype == torch.float32:
         return LaunchRecord(dict(LEAST=0))
     record = _long_recurrence(arch, K, V, R, dtype)
-    return replace(record, tiles=dict(record.tiles, PERSISTENT=True, SEGMENT=32, LEAST=40))
+    return replace(record, tiles=dict(record.tiles, SEGMENT=32, LEAST=40))
 
 
 def _channel_halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """Where channels have decays of their own, they are mostly fast: those of a bounded gate forget in a chunk or two."""
     record = _halves(arch, K, V, R, dtype)
-    return replace(record, tiles=dict(record.tiles, PERSISTENT=False, SEGMENT=8, LEAST=20)) if record.tiles["LEAST"] else record
+    return replace(record, tiles=dict(record.tiles, SEGMENT=8, LEAST=20)) if record.tiles["LEAST"] else record
 
 
 def _quarters(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """All of V in a program of twice the warps: a step takes half as long again, but there are four at once."""
-    if arch != "sm_90" or dtype == torch.float32 or not (32 < K <= 128 and 64 < V <= 128):
+    """All of V in a program of twice the warps: a step takes half as long again, but there are four at once. Rows that are not
+    whole vectors take more shared memory than there is."""
+    if arch != "sm_90" or dtype == torch.float32 or not (32 < K <= 128 and 64 < V <= 128) or K % 8 or V % 8:
         return LaunchRecord(dict(LEAST=0))
     return LaunchRecord(dict(_dot(dtype), BK=128, BV=128, PERSISTENT=False, SEGMENT=32, LEAST=160), num_warps=8, num_stages=3)
 
