@@ -177,7 +177,7 @@ def test_a_piece_is_tried_where_enough_is_forgotten(device, splitting, nats):
     """In the four chunks before it, by a sum of whole bits, 30 or 29 a chunk; where it is not tried, the first stands for all."""
     def change(drawn):
         first = SECOND[2] * BT
-        drawn["g"][0, first - 4 * BT:first] = -nats / (4 * BT)
+        drawn["g"][0, first - 4 * BT:first], drawn["g"][0, first:] = -nats / (4 * BT), -0.01
         drawn["v"][0, :first - 4 * BT] *= 1e34
     alike, stood = joined(device, splitting, change)
     assert alike and stood == (nats < 82)
