@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import suppress
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def _compile_op(op: str, peer: str | None, form: str, shapes: tuple[Shape, ...],
     """Runs an op at every shape. What fails here fails again where it is measured, and is reported there."""
     _keep_no_timings()
     where = torch.device(device)
-    with suppress(Exception):
+    with suppress(Exception), candidates_compiled():
         call = OUR_OPS[op] if peer is None else PEERS[peer].load(op)[_FORMS.index(form)]
         for tokens, seqs in shapes:
             problem = PROBLEMS[op](tokens, random_cuts(tokens, seqs, where), scale.sizes)
@@ -64,7 +65,7 @@ def _compile_op(op: str, peer: str | None, form: str, shapes: tuple[Shape, ...],
 def _compile_layer(index: int, peer: str | None, scale: Scale, device: str) -> None:
     _keep_no_timings()
     where, kind = torch.device(device), LAYERS[index]
-    with suppress(Exception):
+    with suppress(Exception), candidates_compiled():
         layer = kind.build(scale.sizes, where)
         layer = layer if peer is None else kind.build_peer(layer, scale.sizes, where)
         LayerCall(layer, *_SMALL, scale.sizes, where).work(layer, BOTH)()
@@ -75,6 +76,38 @@ def _compile_model(mixer: str, scale: Scale, device: str) -> None:
     with suppress(Exception):
         model = small_model(mixer, scale.model, where)
         training_step(model, scale.model.learning_rate, *random_batch(_SMALL, where))()
+
+
+@contextmanager
+def candidates_compiled(threads: int = 4) -> Iterator[None]:
+    """Inside, Triton's autotuner compiles all candidates for a launch, in threads, and makes it by the first that fits; timing
+    them, alone on the device, is left to the process that measures."""
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+    compiled, own = set(), Autotuner.run
+
+    def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        given = tuner.nargs | kwargs
+        key = id(tuner), *(str(given.get(name)) for name in tuner.keys), *(str(getattr(x, "dtype", "")) for x in given.values())
+        configs = tuner.prune_configs(kwargs)
+        if key not in compiled:
+            compiled.add(key)
+            with AsyncCompileMode(pool, ignore_errors=True):
+                for config in configs:
+                    with suppress(Exception):
+                        tuner.fn.warmup(*args, **{k: v for k, v in kwargs.items() if k != "warmup"}, **config.all_kwargs())
+        for config in configs[:-1]:
+            with suppress(Exception):
+                return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+        return tuner.fn.run(*args, **kwargs, **configs[-1].all_kwargs())
+
+    with ThreadPoolExecutor(threads) as pool:
+        Autotuner.run = run
+        try:
+            yield
+        finally:
+            Autotuner.run = own
 
 
 def _keep_no_timings() -> None:

@@ -1,6 +1,9 @@
 import pickle
 
 import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
 
 from graphlin.bench import layers, tune, warm_up
 from graphlin.bench.clock import Clock
@@ -8,7 +11,7 @@ from graphlin.bench.peers import PEERS, Peer
 from graphlin.bench.problems import OUR_OPS
 from graphlin.bench.setting import HOST, Setting
 from graphlin.bench.taps import tapped
-from graphlin.bench.warm_up import compilations, in_parallel
+from graphlin.bench.warm_up import candidates_compiled, compilations, in_parallel
 from tests.bench.conftest import TINY
 
 
@@ -85,3 +88,30 @@ def test_candidates_are_shared_out_between_the_processes(device, monkeypatch):
     # Numbers of programs are nothing to compile.
     forms = [(kernel, record.tiles["BD"]) for kernel, record in used]
     assert sorted(forms) == [("conv_backward", 16), ("conv_backward", 32), ("conv_forward", 16), ("conv_forward", 32)]
+
+
+class Kernel:
+    """What an autotuner launches, without a device; `BLOCK=3` does not fit."""
+
+    def __init__(self):
+        self.fn, self.warmed, self.launched = (lambda x, n: None), [], []
+
+    def warmup(self, x, n, *, grid, BLOCK, **options):
+        self.warmed.append(BLOCK)
+
+    def run(self, x, n, *, grid, warmup, BLOCK, **options):
+        self.launched.append(BLOCK)
+        if BLOCK == 3:
+            raise RuntimeError("out of resource")
+        return BLOCK
+
+
+def test_a_peers_candidates_are_compiled_and_not_timed():
+    configs = [triton.Config({"BLOCK": block}) for block in (3, 1, 2)]
+    kernel, own = Kernel(), Autotuner.run
+    tuner = Autotuner(kernel, ["x", "n"], configs, ["n"], None, None)
+    with candidates_compiled():
+        for n in (8, 8, 9):
+            assert tuner.run(torch.zeros(n), n, grid=(1,), warmup=False) == 1
+    assert kernel.warmed == [3, 1, 2] * 2 and kernel.launched == [3, 1] * 3
+    assert Autotuner.run is own and not tuner.cache
