@@ -32,7 +32,7 @@ from variants import VARIANTS  # noqa: E402
 
 from graphlin.backends.cuda.tiles import launch_record  # noqa: E402
 
-CORES = 132     # any number would do: it chooses the grid, which is no part of a cubin
+CORES = 132     # an H200's; which forms are launched (PIECES, LOOPED, STAGES) depends on it
 
 
 def compile_job(job: Job) -> Needs:

@@ -69,7 +69,7 @@ class CompileOnlyBackend(GraphBackend):
         return self.current_arch
 
     def num_cores(self, device: torch.device) -> int:
-        """The device's; it chooses the grid."""
+        """The device's; it chooses the grid, and forms of the recurrences."""
         return self._cores
 
     def launch_record(self, kernel: str, **problem: Any) -> LaunchRecord:

@@ -29,6 +29,7 @@ from variants import VARIANTS  # noqa: E402
 from graphlin.backends.npu.tiles import launch_record  # noqa: E402
 
 CORES = 20
+NEVER_LAUNCHED = {"delta_join"}    # no record of Ascend splits a sequence
 
 
 def tier_grid(job: Job) -> int:
@@ -77,7 +78,7 @@ def main() -> int:
     torch.set_num_threads(1)
     driver.install_front_end()
     jobs = note_launches(options.variants, [fit.TARGET], launch_record, CORES)
-    missing = unlaunched_kernels(jobs)
+    missing = unlaunched_kernels(jobs) - NEVER_LAUNCHED
     if options.kernels:
         jobs = [job for job in jobs if job.kernel.__name__ in options.kernels]
     print(f"{fit.TARGET}: {len(jobs)} kernels")

@@ -86,6 +86,8 @@ class Tuning:
         """The kernel's time plus what the record adds to other launches of the call, whose sizes may follow from it."""
         try:
             launches = self.launches({kernel: record})
+            if all(launch.asked != kernel for launch in launches):
+                raise ValueError("the call does not take this record, whose programs do not fit the cores")
             new, old = _differences(launches, self.present)
             own = [launch for launch in self.present if launch.asked == kernel]
             microseconds = sum(map(self._alone, own)) + sum(map(self._alone, new)) - sum(map(self._alone, old))
@@ -135,32 +137,33 @@ def _microseconds(found: Found, name: str) -> float:
     return next(t.microseconds for t in found.all if describe_record(t.record) == name)
 
 
-def compilations(op: str, kernels: Iterable[str], search: Search, shape: Shape, sizes: Sizes, device: torch.device,
+def compilations(op: str, kernels: Iterable[str], search: Search, shapes: Iterable[Shape], sizes: Sizes, device: torch.device,
                  processes: int) -> list[Callable[[], None]]:
     """Calls that compile all candidates between them, each to be run in a process of its own."""
-    return [partial(_compile, op, list(kernels), search, shape, sizes, str(device), part, processes)
+    return [partial(_compile, op, list(kernels), search, list(shapes), sizes, str(device), part, processes)
             for part in range(processes)]
 
 
-def _compile(op: str, kernels: list[str], search: Search, shape: Shape, sizes: Sizes, device: str, part: int,
+def _compile(op: str, kernels: list[str], search: Search, shapes: list[Shape], sizes: Sizes, device: str, part: int,
              parts: int) -> None:
-    """Calls the op with every so many-th candidate; sizes of a call are no part of what is compiled, so any shape will do."""
-    where = torch.device(device)
-    work = PROBLEMS[op](shape[0], random_cuts(*shape, where), sizes).work(OUR_OPS[op], BOTH)
-    with tapped(where) as tap:
-        work()
-    todo = list(_variants(tap, kernels, search))
-    for kernel, record in todo[part::parts]:
-        with suppress(Exception), tapped(where, {kernel: record}):
+    """Calls the op with every so many-th candidate of each form that it takes at some shape."""
+    where, todo, seen = torch.device(device), [], set()
+    for tokens, seqs in shapes:
+        work = PROBLEMS[op](tokens, random_cuts(tokens, seqs, where), sizes).work(OUR_OPS[op], BOTH)
+        with tapped(where) as tap:
+            work()
+        todo += [(work, {kernel: record}) for kernel, record in _variants(tap, kernels, search, seen)]
+    for work, records in todo[part::parts]:
+        with suppress(Exception), tapped(where, records):
             work()
 
 
-def _variants(tap: Tap, kernels: list[str], search: Search) -> Iterator[tuple[str, LaunchRecord]]:
-    """Candidates that differ in more than the number of programs."""
-    seen = set()
+def _variants(tap: Tap, kernels: list[str], search: Search, seen: set) -> Iterator[tuple[str, LaunchRecord]]:
+    """Candidates that differ in more than the number of programs from each other, and from those seen."""
     for launch in tap.launches:
         for record in candidates(launch.asked, launch.record, search):
-            form = (launch.asked, tuple(record.tiles.items()), record.num_warps, record.num_stages)
+            form = (launch.asked, tuple(sorted(launch.constexprs.items())), tuple(record.tiles.items()), record.num_warps,
+                    record.num_stages)
             if (not kernels or launch.asked in kernels) and form not in seen:
                 seen.add(form)
                 yield launch.asked, record

@@ -80,7 +80,7 @@ def _tune(arguments: argparse.Namespace, setting: Setting) -> tuple[Run, list[Fo
     fast = Clock(setting.device, SEARCH_ROUNDS)
     with progress() as bars:
         calls = [call for op in arguments.only if setting.clock.on_device for call in compilations(
-            op, arguments.kernels, search, min(shapes), setting.scale.sizes, setting.device, os.cpu_count() or 1)]
+            op, arguments.kernels, search, shapes, setting.scale.sizes, setting.device, os.cpu_count() or 1)]
         if calls:
             for _ in bars.track(in_parallel(calls), total=len(calls), description="compiling in parallel"):
                 pass

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from typing import Any
 
@@ -19,7 +20,7 @@ from graphlin.bench.setting import Scale, Setting, Shape
 from graphlin.demo.model import MIXERS
 
 _FORMS = ("eager", "graphed")
-_SMALL = (64, 1)  # graphlin compiles the same for every number of tokens and sequences
+_SMALL = (64, 1)  # of layers; forms of long sequences or many of them are compiled where they are measured
 
 
 def compilations(setting: Setting, sections: Collection[str]) -> list[Callable[[], None]]:
@@ -28,7 +29,8 @@ def compilations(setting: Setting, sections: Collection[str]) -> list[Callable[[
         return []
     where = setting.scale, str(setting.device)
     ops = [op for op in PROBLEMS if {op, "stages", "underfilled"} & set(sections)]
-    calls = [partial(_compile_op, op, None, "eager", (_SMALL,), *where) for op in ops]
+    calls = [partial(_compile_op, op, None, "eager", tuple(dict.fromkeys(chain(*map(setting.shapes_of, (op, "stages"))))), *where)
+             for op in ops]
     calls += [partial(_compile_op, op, peer.name, form, tuple(setting.shapes_of(op)), *where)
               for op in ops if op in sections for peer in setting.peers if op in peer.ops
               for form in (_FORMS if op in peer.tiered else _FORMS[:1])]

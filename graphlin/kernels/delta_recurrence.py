@@ -53,7 +53,7 @@ def _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos,
         b_e = tl.dot(tl.trans(b_v), b_at, input_precision=PREC)                                          # [BV, BT]
         b_z = tl.dot(keep(b_so, COPY_LHS), tl.trans(b_k), input_precision=PREC)
         b_e, b_s = next_state(b_s, b_e, b_z, b_k, b_kw, b_at, b_decay, b_read, b_write, PER_CHANNEL, PREC)
-        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
+        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)     # not the loads' mask, which Triton would keep for chunks ahead
         if OUTPUT:
             b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
             b_p = tl.load(P + p * (BT * BT) + o_tt)
@@ -71,10 +71,10 @@ def _walk(b_s, q, k, kw, v, A, P, G, scales, o, St, E, i_n, i_hv, i_h, o_v, bos,
 
 @triton.jit
 def state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, St, E, reached, assumed, i_here, i_there, i_n, i_hv, i_v, bos, n, start,
-                begin, end, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
-                OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
-                PIECES: tl.constexpr, JOIN: tl.constexpr, STAGES: tl.constexpr):
+               begin, end, NS, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr,
+               OUTPUT: tl.constexpr, PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr,
+               PIECES: tl.constexpr, JOIN: tl.constexpr, STAGES: tl.constexpr):
     """Carries S over the chunks begin to end - 1 of one sequence, from h0 if `begin` is its first; else from what the chunks from
     `start` on make of nothing or, JOIN, from what was reached.
 
@@ -141,8 +141,8 @@ def _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_ta
         i_there = ((i_next - 1) * N + i_n) * HV + i_hv
     if work:
         state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, reached, assumed, i_here, i_there, i_n, i_hv, i_task % NV,
-                    bos, n, start, begin, end, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC,
-                    COPY_LHS, PIECES, False, STAGES)
+                   bos, n, start, begin, end, NS, H, HV, K, V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC,
+                   COPY_LHS, PIECES, False, STAGES)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task
     """A sequence, value head and V tile: takes each piece again, in order, that started from another state than was reached."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_hv = i_task // NV % HV
-    i_n = i_task // (HV * NV) % N
+    i_n = i_task // (HV * NV)
     o_k = tl.arange(0, BK)
     o_v = i_task % NV * BV + tl.arange(0, BV)
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -167,8 +167,8 @@ def _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task
             if not same_bits(b_reached, load_state(assumed, i_here, o_k, o_v, K, V, True)):
                 end, i_next = next_piece(G, bos, i_n, NC, i_hv, i_piece, NS, HV, K, BT, BK, PER_CHANNEL, PIECES, SEGMENT, LEAST)
                 state_loop(q, k, kw, v, A, P, G, scales, h0, o, ht, None, None, reached, assumed, i_here,
-                            ((i_next - 1) * N + i_n) * HV + i_hv, i_n, i_hv, i_task % NV, bos, n, begin, begin, end, NS, H, HV, K,
-                            V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, PIECES, True, STAGES)
+                           ((i_next - 1) * N + i_n) * HV + i_hv, i_n, i_hv, i_task % NV, bos, n, begin, begin, end, NS, H, HV, K,
+                           V, BT, BK, BV, USE_H0, STORE_HT, V_FIRST, True, PER_CHANNEL, PREC, COPY_LHS, PIECES, True, STAGES)
                 tl.debug_barrier()      # other threads than have stored what is reached now load it for the next piece
 
 
@@ -198,7 +198,8 @@ def delta_join(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, cu, N,
                BV: tl.constexpr, USE_H0: tl.constexpr, STORE_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
                PER_CHANNEL: tl.constexpr, PREC: tl.constexpr, COPY_LHS: tl.constexpr, PERSISTENT: tl.constexpr,
                PIECES: tl.constexpr, SEGMENT: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr):
-    """Behind `delta_recurrence` in PIECES, a program for each sequence, value head and V tile: see `split`."""
+    """Behind `delta_recurrence` in PIECES, whose arguments it has, a program for each sequence, value head and V tile: see
+    `split`."""
     _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, tl.program_id(0), cu, N, T, NS, H, HV, K, V, BT, BK, BV,
                USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, PIECES, SEGMENT, LEAST, STAGES)
 
@@ -221,7 +222,7 @@ def run_recurrence(operands: Operands, v: torch.Tensor, h0: torch.Tensor | None,
     else:
         constexprs |= dict(SEGMENT=0, LEAST=0)
     tensors = (*operands.recurrence, v, h0, o, ht, *seams, packing.cu, packing.N, packing.T, packing.NS)
-    # On an H200 a loop took less time with one decay a head, up to tiles of 64, and more with one a channel.
+    # On an H200 a loop took less time with one decay a head and four warps, more with eight, or with one a channel.
     looped = not operands.per_channel and record.num_warps <= 4
     launch(delta_recurrence, programs, *tensors, record=record, LOOPED=looped, **constexprs)
     if pieces > 1:

@@ -54,7 +54,7 @@ def _gradient_loop(q, k, kw, do, A, P, G, scales, dht, Rt, dv, dh0, i_n, i_hv, i
         b_dv = value_gradient(b_ro, b_dot, b_kw, b_p, b_a, b_write, PER_CHANNEL, PREC, COPY_LHS)
         b_q = tl.load(q + p_k + o_tk, mask=m_tk, other=0.)
         b_r = previous_gradient(b_r, b_dot, b_dv, b_q, b_k, b_decay, b_read, b_out, PER_CHANNEL, PREC)
-        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)
+        m_tv = row_mask(i_t * BT + o_c < n, o_v, V, BV)     # not the loads' mask, which Triton would keep for chunks ahead
         store_rows(dv + p_v + o_tv, b_dv, m_tv, left, not PER_CHANNEL)
     if STORE_DH0:
         store_state(dh0, b_r, i_nh, o_k, o_v, K, V, V_FIRST)
@@ -69,8 +69,8 @@ def _state_task(q, k, kw, v, A, P, G, scales, h0, St, E, i_task, cu, T, NS,
     bos, n = sequence(cu, i_task // (HV * NV), T, VARLEN)
     if n > 0:
         state_loop(q, k, kw, v, A, P, G, scales, h0, None, None, St, E, None, None, 0, 0, i_task // (HV * NV), i_task // NV % HV,
-                    i_task % NV, bos, n, 0, 0, (n + BT - 1) // BT, NS, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, False,
-                    PER_CHANNEL, PREC, COPY_LHS, 1, False, STAGES)
+                   i_task % NV, bos, n, 0, 0, (n + BT - 1) // BT, NS, H, HV, K, V, BT, BK, BV, USE_H0, False, V_FIRST, False,
+                   PER_CHANNEL, PREC, COPY_LHS, 1, False, STAGES)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h
     record = record_for("delta_two_recurrences", v.device, K=K, V=V, BT=packing.BT, dtype=v.dtype)
     grid = 2 * programs_of(packing.N * HV * -(-V // record.tiles["BV"]), record, v.device)
     crowded = is_crowded(grid, v.device)
-    # Two stages leave room for a second program on a core.
+    # Two stages leave room for a second program on a core, but not with one decay a channel.
     stages = min(record.num_stages, 2) if crowded and not operands.per_channel else record.num_stages
     launch(delta_two_recurrences, grid, *operands.recurrence, v, do, h0, dht, St, E, Rt, dv, dh0, packing.cu, packing.N,
            packing.T, packing.NS, record=record, H=H, HV=HV, K=K, V=V, BT=packing.BT, USE_H0=h0 is not None,

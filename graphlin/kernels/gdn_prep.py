@@ -77,7 +77,7 @@ def _prep_chunk(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, i_n, 
                 GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
                 PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
                 COPY_LHS: tl.constexpr):
-    """A, P, G and b of the value heads `first` to `first + heads - 1` of key head i_h."""
+    """rq and rk of key head i_h, and A, P, G, scales and b of its value heads `first` to `first + heads - 1`."""
     TWO: tl.constexpr = BT == 64
     HB: tl.constexpr = 32 if TWO else BT
     bos, n = sequence(cu, i_n, T, VARLEN)
@@ -162,7 +162,7 @@ def gdn_prep(q, k, g, beta, A_log, dt_bias, A, P, G, scales, b, rq, rk, cu, chun
              GATE: tl.constexpr, BIAS: tl.constexpr, BETA: tl.constexpr, VARLEN: tl.constexpr,
              GRAPH_CAPTURE: tl.constexpr, PREC: tl.constexpr, PREC_INV: tl.constexpr, BI: tl.constexpr, DOT_BLOCKS: tl.constexpr,
              COPY_LHS: tl.constexpr):
-    """Tasks (chunk, key head), grid-stride; each makes rq and rk, and A, P, G, b of the key head's value heads. Of no more than
+    """Tasks (chunk, key head), grid-stride; each makes rq and rk, and A, P, G, scales, b of its value heads. Of no more than
     `few` chunks each value head is a task, though it makes the products of keys again."""
     parts = tl.where(_at_most(few, chunks, NT, GRAPH_CAPTURE), HV // H, 1)
     heads = HV // H // parts
@@ -186,6 +186,7 @@ def run_prep(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
     rows = [q.new_empty(NS, *shape, BT, dtype=torch.float32) for shape in ((HV,), (HV, 3), (HV,), (H,), (H,))]
     record = record_for("gdn_prep", q.device, K=K, BT=BT, dtype=q.dtype)
     operands = Operands(q, k, None, *square, *rows, c=None)
+    # Up to two programs a core the products made again cost less than value heads that wait for one another.
     few = 2 * get_backend(q.device).num_cores(q.device) // HV
     tasks = max(packing.NT * H, min(packing.NT, few) * HV)
     launch(gdn_prep, grid_stride(tasks, record, q.device), q, k, g, beta, prologue.A_log, prologue.dt_bias,

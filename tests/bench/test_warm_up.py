@@ -83,7 +83,8 @@ def test_candidates_are_shared_out_between_the_processes(device, monkeypatch):
 
     monkeypatch.setattr(tune, "tapped", noted)
     search = {"BD": (16, 32), "waves": (1, 2, 4)}
-    for call in tune.compilations("conv", ["conv_forward", "conv_backward"], search, (20, 2), TINY.sizes, device, processes=3):
+    shapes, kernels = [(20, 2), (40, 2)], ["conv_forward", "conv_backward"]
+    for call in tune.compilations("conv", kernels, search, shapes, TINY.sizes, device, processes=3):
         pickle.loads(pickle.dumps(call))()
     # Numbers of programs are nothing to compile.
     forms = [(kernel, record.tiles["BD"]) for kernel, record in used]

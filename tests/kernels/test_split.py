@@ -70,8 +70,9 @@ each_split = pytest.mark.parametrize(("per_channel", "pieces"), CASES, ids=[f"{'
                          ids=["nothing forgotten", "near the bound", "all forgotten"])
 def test_no_bit_depends_on_the_split(device, splitting, lengths, decay, dtype, per_channel, pieces):
     drawn = draw(device, lengths, decay, dtype, per_channel=per_channel)
-    assert not splitting(0)
+    launches = splitting(0)
     expected = apply(drawn)
+    assert [pieces for *_, pieces in launches] == [1]
     assert_bitwise(launched(splitting(pieces), drawn, pieces), expected, f"in {pieces} pieces")
 
 
@@ -174,7 +175,7 @@ def test_all_channels_must_have_forgotten(device, splitting):
 
 @pytest.mark.parametrize("nats", [81.5, 83.5])
 def test_a_piece_is_tried_where_enough_is_forgotten(device, splitting, nats):
-    """In the four chunks before it, by a sum of whole bits, 30 or 29 a chunk; where it is not tried, the first stands for all."""
+    """In the four chunks before it, by a sum of whole bits, 29 or 30 a chunk; where it is not tried, the first stands for all."""
     def change(drawn):
         first = SECOND[2] * BT
         drawn["g"][0, first - 4 * BT:first], drawn["g"][0, first:] = -nats / (4 * BT), -0.01
@@ -190,6 +191,8 @@ def test_a_piece_is_tried_where_enough_is_forgotten(device, splitting, nats):
 def test_no_bit_depends_on_the_split_at_sizes_of_real_models(device, monkeypatch, per_channel, lengths, pieces, dtype):
     """By the device's own records, with decays that forget nothing, too little, enough and all in time, and a NaN that no decay
     forgets."""
+    if not record_for(SPLIT_RECORDS[per_channel][pieces], device, K=128, V=128, dtype=dtype).tiles["LEAST"]:
+        return                                                   # a device whose records split nothing
     drawn = draw(device, lengths, 0.2 if per_channel else 0.05, dtype, HV=4, K=128, per_channel=per_channel)
     drawn["g"] *= torch.tensor([0.01, 0.5, 1.3, 20.0], device=device).view(4, *[1] * per_channel)
     drawn["v"][0, :100] *= 1e3

@@ -36,12 +36,12 @@ def _state_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 
 def _gradient_map(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """As many programs as the recurrence has for one sequence, so that a long one is shared by as many cores."""
+    """Tiles of 32 rows, for one sequence more programs than Hopper's recurrence has, so that more cores share a long one."""
     record = _recurrence(arch, K, V, R, dtype)
     return replace(record, tiles={name: tile for name, tile in record.tiles.items() if name != "PERSISTENT"})
 
 
-def _long_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
+def _hopper_recurrence(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """On Hopper products of 64 rows, which take the state from registers, and loads that are two chunks ahead."""
     if arch != "sm_90" or dtype == torch.float32 or not 32 < K <= 128 or V <= 32:
         return _recurrence(arch, K, V, R, dtype)
@@ -52,7 +52,7 @@ def _halves(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchReco
     """A long sequence alone is split on Hopper, with operands of two bytes: measured on an H200 alone."""
     if arch != "sm_90" or dtype == torch.float32:
         return LaunchRecord(dict(LEAST=0))
-    record = _long_recurrence(arch, K, V, R, dtype)
+    record = _hopper_recurrence(arch, K, V, R, dtype)
     return replace(record, tiles=dict(record.tiles, SEGMENT=32, LEAST=40))
 
 
@@ -72,7 +72,7 @@ def _quarters(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRe
 
 def _two_recurrences(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """Both of a sequence side by side: in a tier that is not full the second would wait for programs without work."""
-    record = _long_recurrence(arch, K, V, R, dtype)
+    record = _hopper_recurrence(arch, K, V, R, dtype)
     return replace(record, tiles=dict(record.tiles, INTERLEAVED=True))
 
 
@@ -118,7 +118,7 @@ def _kda_inter(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 
 def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """A bounded gate's blocks are written out (UNROLLED), which takes all registers of two warps. Measured on an H200 alone."""
+    """A bounded gate's blocks are written out (UNROLLED), which takes all registers of two warps. Run on an H200 alone."""
     fast = arch == "sm_90" and dtype != torch.float32
     return LaunchRecord(dict(_dot(dtype), BK=block_size(K, 32), REV_SCAN=True, PAIRWISE=False, UNROLLED=fast, FAST=fast,
                              PERSISTENT=not fast), num_warps=2 if fast else 4)
@@ -166,7 +166,7 @@ _RECORDS = {
     "norm_forward": _norm_forward,
     "norm_backward": _norm_backward,
     "gdn_prep": _prep,
-    "delta_recurrence": _long_recurrence,
+    "delta_recurrence": _hopper_recurrence,
     "delta_recurrence_halves": _halves,
     "delta_recurrence_quarters": _quarters,
     "delta_recurrence_channel_halves": _channel_halves,
