@@ -22,6 +22,8 @@ SECOND = {2: 10, 4: 7}      # the chunk that the second piece of a sequence of 1
 def splitting(device, monkeypatch):
     """Has sequences of `least` chunks or more split into some pieces of at least `segment`, or none; returns the launches of the
     recurrence, as they are made: programs and pieces, and that of the join."""
+    if device.type == "npu":
+        pytest.xfail("Ascend's records split nothing, and its compiler knows no barrier inside a program")
     backend, launches = get_backend(device), []
     own, launch = backend.launch_record, delta_recurrence.launch
 
