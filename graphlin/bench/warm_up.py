@@ -83,8 +83,11 @@ def _compile_model(mixer: str, scale: Scale, device: str) -> None:
 @contextmanager
 def candidates_compiled(threads: int = 4) -> Iterator[None]:
     """Inside, Triton's autotuner compiles all candidates for a launch, in threads, and makes it by the first that fits; timing
-    them, alone on the device, is left to the process that measures."""
-    from triton import AsyncCompileMode
+    them, alone on the device, is left to the process that measures. Nothing where Triton, before 3.5, compiles in no threads."""
+    import triton
+    if not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
     from triton.runtime.autotuner import Autotuner
     compiled, own = set(), Autotuner.run
 
@@ -95,7 +98,7 @@ def candidates_compiled(threads: int = 4) -> Iterator[None]:
         configs = tuner.prune_configs(kwargs)
         if key not in compiled:
             compiled.add(key)
-            with AsyncCompileMode(pool, ignore_errors=True):
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
                 for config in configs:
                     with suppress(Exception):
                         tuner.fn.warmup(*args, **{k: v for k, v in kwargs.items() if k != "warmup"}, **config.all_kwargs())

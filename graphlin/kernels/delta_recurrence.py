@@ -154,7 +154,7 @@ def _join_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, i_task
     """A sequence, value head and V tile: takes each piece again, in order, that started from another state than was reached."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_hv = i_task // NV % HV
-    i_n = i_task // (HV * NV)
+    i_n = i_task // (HV * NV) % N
     o_k = tl.arange(0, BK)
     o_v = i_task % NV * BV + tl.arange(0, BV)
     bos, n = sequence(cu, i_n, T, VARLEN)

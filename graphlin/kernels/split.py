@@ -86,7 +86,7 @@ def pieces_of(packing: Packing, heads: int, K: int, V: int, per_channel: bool, d
     sequences may be long enough; 1, None if not."""
     cores = get_backend(device).num_cores(device)
     for pieces, name in SPLIT_RECORDS[per_channel].items():
-        if pieces * packing.N * heads > cores:
+        if pieces * packing.N * heads > cores:      # as in most calls, which are spared the look-up
             continue
         record = record_for(name, device, K=K, V=V, BT=packing.BT, dtype=dtype)
         least = record.tiles["LEAST"]

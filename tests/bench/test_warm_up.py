@@ -116,3 +116,10 @@ def test_a_peers_candidates_are_compiled_and_not_timed():
             assert tuner.run(torch.zeros(n), n, grid=(1,), warmup=False) == 1
     assert kernel.warmed == [3, 1, 2] * 2 and kernel.launched == [3, 1] * 3
     assert Autotuner.run is own and not tuner.cache
+
+
+def test_without_threads_for_compiling_an_autotuner_is_left_alone(monkeypatch):
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    own = Autotuner.run
+    with candidates_compiled():
+        assert Autotuner.run is own
