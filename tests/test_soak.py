@@ -81,7 +81,8 @@ def step(block, x, cu, weight):
 
 
 def held(device):
-    """Bytes of all live tensors, and those that the device's allocator has reserved."""
+    """Bytes of all live tensors, and of the memory that the device's allocator holds for them and for captures' pools. What it
+    keeps of calls that were not captured, to use it again, is given back first: how much follows from their random sizes."""
     gc.collect()
     if device.type == "cpu":
         storages = [t.untyped_storage() for t in gc.get_objects()  # without sparse ones, which another test may leave
@@ -93,13 +94,14 @@ def held(device):
     torch.autograd.grad(x * 1, x, torch.empty(0, device=device))
     memory = torch.get_device_module(device)
     memory.synchronize()
+    memory.empty_cache()
     return memory.memory_allocated(device), memory.memory_reserved(device)
 
 
 def assert_sound(soak, graphed, over, memory):
     stats = graphed.stats
     (first, first_reserved), (last, last_reserved) = memory
-    assert last <= first and last_reserved <= 1.02 * first_reserved, memory
+    assert last <= first and last_reserved <= first_reserved, memory
     assert (stats.replays, stats.backward_replays, dict(stats.eager)) == (
         soak.calls - over, soak.calls - over, {"TierOverflow": over})
     assert 0 < over < soak.calls / 2 and stats.captures == len(soak.tiers) * soak.slots

@@ -179,7 +179,7 @@ _RECORDS = {
     "kda_prep": _kda_prep,
     "kda_inter_gradients": _kda_inter,
     "kda_intra_gradients": _kda_intra,
-    "kda_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(BD=block_size(K, 128)), num_warps=8, waves=8),
+    "kda_finish_gradients": lambda arch, K, V, R, dtype: LaunchRecord(dict(BD=block_size(K, 128)), waves=8),
     "sum_chunks": _sum,
 }
 
