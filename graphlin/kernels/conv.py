@@ -63,40 +63,168 @@ def load_slots(state, i_n, o_s, o_d, D: tl.constexpr, W: tl.constexpr, BR: tl.co
     return b_h
 
 
+@triton.jit
+def range_mask(o_r, low, high, ROWWISE: tl.constexpr):
+    """Which offsets lie in [low, high). ROWWISE says so in the one form that triton-ascend 3.2 sees as a range without
+    reading memory that it has freed."""
+    if ROWWISE:
+        o = (0 - low) + o_r
+        m = (o >= 0) & (o < high - low)
+    else:
+        m = (o_r >= low) & (o_r < high)
+    return m
+
+
+@triton.jit
+def strand_mask(first, n, o_r, L: tl.constexpr, ROWWISE: tl.constexpr):
+    """Which of the rows `first + o_r * L` lie in [0, n)."""
+    if ROWWISE:
+        low = (tl.maximum(-first, 0) + L - 1) // L
+        high = (tl.maximum(n - first, 0) + L - 1) // L
+        m = range_mask(o_r, low, high, ROWWISE)
+    else:
+        m = range_mask(first + o_r * L, 0, n, ROWWISE)
+    return m
+
+
+@triton.jit
+def load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
+               BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr,
+               ROWWISE: tl.constexpr):
+    """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
+    if back < W:
+        m = row_mask(strand_mask(first - back, n, o_r, L, ROWWISE), o_d, D, BD)
+        b_x = tl.load(x + (p + tl.cast(first - back, tl.int64) * D) + o_x, mask=m, other=0.).to(tl.float32)
+        if INITIAL:
+            if first < back:
+                b_x += load_slots(initial_state, i_n, (first - back + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
+    else:
+        b_x = tl.zeros([BR, BD], dtype=tl.float32)
+    return b_x
+
+
+@triton.jit
+def weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
+    """b_s and the weighted sum of the first W of eight rows."""
+    b_s = tl.fma(w_0[None, :], b_0, b_s)
+    if W > 1:
+        b_s = tl.fma(w_1[None, :], b_1, b_s)
+    if W > 2:
+        b_s = tl.fma(w_2[None, :], b_2, b_s)
+    if W > 3:
+        b_s = tl.fma(w_3[None, :], b_3, b_s)
+    if W > 4:
+        b_s = tl.fma(w_4[None, :], b_4, b_s)
+    if W > 5:
+        b_s = tl.fma(w_5[None, :], b_5, b_s)
+    if W > 6:
+        b_s = tl.fma(w_6[None, :], b_6, b_s)
+    if W > 7:
+        b_s = tl.fma(w_7[None, :], b_7, b_s)
+    return b_s
+
+
+@triton.jit
+def walk_mask(i_r, k: tl.constexpr, first, n, o_r, L: tl.constexpr, R: tl.constexpr, ROWWISE: tl.constexpr):
+    """Whether the row that lies k after row `i_r` of the first strand, and as far down each other strand of L rows, is among
+    the first R from where the strand starts. In an unrolled loop a comparison with k alone is one instruction."""
+    if ROWWISE:
+        i = i_r + k
+        m = strand_mask(i, tl.where((i >= first) & (i < first + R), n, 0), o_r, L, ROWWISE)
+    else:
+        m = tl.minimum(n - first - o_r * L, R) - (i_r - first) > k
+        if k < 0:
+            m = tl.where(i_r + k >= first, m, False)
+    return m
+
+
+@triton.jit
+def widen(b_x, ROWWISE: tl.constexpr):
+    """float32 of a row. That of bfloat16 has its bits in the upper half: so said, the compiler for NVIDIA takes one instruction
+    for each of a pair, where its conversion takes two for one of them. Ascend has no shifts of such rows."""
+    if ROWWISE:
+        b_x = b_x.to(tl.float32)
+    elif b_x.dtype == tl.bfloat16:
+        b_x = (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        b_x = b_x.to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def load_row(x, p, i_r, k: tl.constexpr, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
+             R: tl.constexpr, ROWWISE: tl.constexpr):
+    """The row k after `i_r` of each strand, 0 where the walk over its R rows does not reach."""
+    m = row_mask(walk_mask(i_r, k, first, n, o_r, L, R, ROWWISE), o_d, D, BD)
+    return tl.load(x + (p + tl.cast(i_r, tl.int64) * D + k * D) + o_x, mask=m, other=0.)             # [BR, BD]
+
+
+@triton.jit
+def store_row(y, b_y, p, i_r, k: tl.constexpr, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
+              ROWWISE: tl.constexpr):
+    """The row k after `i_r` of each strand that has it for its own."""
+    m = row_mask(walk_mask(i_r, k, first, n, o_r, L, L, ROWWISE), o_d, D, BD)
+    tl.store(y + (p + tl.cast(i_r, tl.int64) * D + k * D) + o_x, b_y.to(y.dtype.element_ty), mask=m)
+
+
 # ------------------------------------------------------------------------------------------------ forward
 @triton.jit
 def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, cu, T, D: tl.constexpr, W: tl.constexpr,
-                    BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
-                    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, INITIAL: tl.constexpr, VARLEN: tl.constexpr,
-                    ROWWISE: tl.constexpr):
-    """BR rows at a time. Each row is loaded once for every tap, from the cache for all but the first."""
+                    BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, UNROLL: tl.constexpr,
+                    SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, INITIAL: tl.constexpr,
+                    VARLEN: tl.constexpr, ROWWISE: tl.constexpr):
+    """BR strands of L consecutive rows, a row of each at a time. Three rows (a, b, c) are on their way while one is worked on.
+
+    Eight rows have names since Triton has no arrays of tiles; the compiler drops those beyond W.
+    """
+    L: tl.constexpr = BT // BR
+    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1
     bos, n = sequence(cu, i_n, T, VARLEN)
+    first = i_t * BT
+    p = bos * D
     o_d = i_d * BD + tl.arange(0, BD)
     o_r = tl.arange(0, BR)
-    o_x = o_r[:, None] * D + o_d[None, :]
+    o_x = o_r[:, None] * (L * D) + o_d[None, :]
+    x_a = load_row(x, p, first, 0, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+    x_b = load_row(x, p, first, 1, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+    x_c = load_row(x, p, first, 2, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+    if RESIDUAL:
+        r_a = load_row(residual, p, first, 0, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+        r_b = load_row(residual, p, first, 1, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+        r_c = load_row(residual, p, first, 2, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+    x_1 = load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_2 = load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_3 = load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_4 = load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_5 = load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_6 = load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_7 = load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
     b_w = load_columns(weight, o_d, D, W, BW)
-    b_b = load_bias(bias, o_d, D, BD, BIAS)
-    for i_r in range(i_t * BT, tl.minimum(i_t * BT + BT, n), BR):
-        p = (bos + i_r) * D
-        b_z = tl.zeros([BR, BD], dtype=tl.float32) + b_b[None, :]
-        for j in tl.static_range(W):
-            o_p = (i_r - j) + o_r
-            m = row_mask((o_p >= 0) & (o_p < n), o_d, D, BD)
-            b_x = tl.load(x + (p - j * D) + o_x, mask=m, other=0.).to(tl.float32)            # [BR, BD]
-            if INITIAL:
-                if i_r < j:
-                    b_x += load_slots(initial_state, i_n, (i_r - j + W) + o_r, o_d, D, W, BR, BD, BW, ROWWISE)
-            b_z = tl.fma(tap(b_w, j, W, BW)[None, :], b_x, b_z)
-        m = row_mask(i_r + o_r < n, o_d, D, BD)
-        if RESIDUAL:
-            b_y = tl.load(residual + p + o_x, mask=m, other=0.).to(tl.float32)
-        else:
-            b_y = tl.zeros([BR, BD], dtype=tl.float32)
-        if SILU:
-            b_y = tl.fma(b_z, sigmoid(b_z), b_y)
-        else:
-            b_y += b_z
-        tl.store(y + p + o_x, b_y.to(y.dtype.element_ty), mask=m)
+    b_b = load_bias(bias, o_d, D, BD, BIAS)[None, :] + tl.zeros([BR, BD], dtype=tl.float32)
+    w_0 = tap(b_w, 0, W, BW)
+    w_1 = tap(b_w, 1, W, BW)
+    w_2 = tap(b_w, 2, W, BW)
+    w_3 = tap(b_w, 3, W, BW)
+    w_4 = tap(b_w, 4, W, BW)
+    w_5 = tap(b_w, 5, W, BW)
+    w_6 = tap(b_w, 6, W, BW)
+    w_7 = tap(b_w, 7, W, BW)
+    for i_s in range(first, first + tl.minimum(L, n - first), U):
+        for k in tl.static_range(U):
+            x_0 = widen(x_a, ROWWISE)
+            x_a, x_b, x_c = x_b, x_c, load_row(x, p, i_s, k + 3, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+            if RESIDUAL:
+                b_y = widen(r_a, ROWWISE)
+                r_a, r_b, r_c = r_b, r_c, load_row(residual, p, i_s, k + 3, first, n, o_r, o_x, o_d, D, BD, L, L, ROWWISE)
+            else:
+                b_y = tl.zeros([BR, BD], dtype=tl.float32)
+            b_z = weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+            if SILU:
+                b_y = tl.fma(b_z, sigmoid(b_z), b_y)
+            else:
+                b_y += b_z
+            store_row(y, b_y, p, i_s, k, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+            x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
 
 
 @triton.jit
@@ -123,7 +251,7 @@ def _store_final_state(x, initial_state, final_state, i_n, i_d, cu, T, D: tl.con
 @triton.jit(do_not_specialize=["N", "T", "NT", "NTS"])
 def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, chunks, N, T, NT, NTS,
                  D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-                 BW: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+                 BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
                  INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, VARLEN: tl.constexpr, GRAPH_CAPTURE: tl.constexpr,
                  ROWWISE: tl.constexpr):
     """Tasks (chunk, D tile) for y, then (sequence, D tile) for the final state, grid-stride."""
@@ -135,7 +263,7 @@ def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, c
             live = (i_n >= 0) & (i_n < N)
         if live:
             _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_task % ND, cu, T, D, W, BT, BR, BD,
-                            BW, SILU, BIAS, RESIDUAL, INITIAL, VARLEN, ROWWISE)
+                            BW, UNROLL, SILU, BIAS, RESIDUAL, INITIAL, VARLEN, ROWWISE)
     if STORE_FINAL:
         for i_task in range(tl.program_id(0), N * ND, tl.num_programs(0)):
             _store_final_state(x, initial_state, final_state, i_task // ND, i_task % ND, cu, T, D, W, BD, BW, INITIAL,

@@ -9,75 +9,24 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.activations import sigmoid, silu_slope
-from graphlin.kernels.common import chunk, chunk_count, row_mask, sequence, zero_inactive_rows
-from graphlin.kernels.conv import ZERO_BLOCK, conv_programs, load_bias, load_columns, load_slots, tap
+from graphlin.kernels.common import chunk, chunk_count, sequence, zero_inactive_rows
+from graphlin.kernels.conv import (
+    ZERO_BLOCK,
+    conv_programs,
+    load_back,
+    load_bias,
+    load_columns,
+    load_row,
+    load_slots,
+    range_mask,
+    store_row,
+    tap,
+    weigh,
+    widen,
+)
 from graphlin.kernels.launch import launch, record_for
 from graphlin.kernels.packing import Packing
 from graphlin.kernels.reduce import reduce_partials_into
-
-
-@triton.jit
-def _range_mask(o_r, low, high, ROWWISE: tl.constexpr):
-    """Which offsets lie in [low, high). ROWWISE says so in the one form that triton-ascend 3.2 sees as a range without
-    reading memory that it has freed."""
-    if ROWWISE:
-        o = (0 - low) + o_r
-        m = (o >= 0) & (o < high - low)
-    else:
-        m = (o_r >= low) & (o_r < high)
-    return m
-
-
-@triton.jit
-def _strand_mask(first, n, o_r, L: tl.constexpr, ROWWISE: tl.constexpr):
-    """Which of the rows `first + o_r * L` lie in [0, n)."""
-    low = (tl.maximum(-first, 0) + L - 1) // L
-    high = (tl.maximum(n - first, 0) + L - 1) // L
-    return _range_mask(o_r, low, high, ROWWISE)
-
-
-@triton.jit
-def _load_strands(x, p, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
-                  ROWWISE: tl.constexpr):
-    """Rows `first + o_r * L` of a sequence that starts at p."""
-    m = row_mask(_strand_mask(first, n, o_r, L, ROWWISE), o_d, D, BD)
-    return tl.load(x + (p + tl.cast(first, tl.int64) * D) + o_x, mask=m, other=0.)                   # [BR, BD]
-
-
-@triton.jit
-def _load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
-               BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr,
-               ROWWISE: tl.constexpr):
-    """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
-    if back < W:
-        b_x = _load_strands(x, p, first - back, n, o_r, o_x, o_d, D, BD, L, ROWWISE).to(tl.float32)
-        if INITIAL:
-            if first < back:
-                b_x += load_slots(initial_state, i_n, (first - back + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
-    else:
-        b_x = tl.zeros([BR, BD], dtype=tl.float32)
-    return b_x
-
-
-@triton.jit
-def _weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7):
-    """b_s and the weighted sum of the first W of eight rows."""
-    b_s = tl.fma(w_0[None, :], b_0, b_s)
-    if W > 1:
-        b_s = tl.fma(w_1[None, :], b_1, b_s)
-    if W > 2:
-        b_s = tl.fma(w_2[None, :], b_2, b_s)
-    if W > 3:
-        b_s = tl.fma(w_3[None, :], b_3, b_s)
-    if W > 4:
-        b_s = tl.fma(w_4[None, :], b_4, b_s)
-    if W > 5:
-        b_s = tl.fma(w_5[None, :], b_5, b_s)
-    if W > 6:
-        b_s = tl.fma(w_6[None, :], b_6, b_s)
-    if W > 7:
-        b_s = tl.fma(w_7[None, :], b_7, b_s)
-    return b_s
 
 
 @triton.jit
@@ -106,6 +55,27 @@ def _store_weight_gradients(partials, p, o_d, D: tl.constexpr, W: tl.constexpr, 
 
 
 @triton.jit
+def _differentiate_row(dy_0, b_z, SILU: tl.constexpr, ROWWISE: tl.constexpr):
+    """dz of a row, float32."""
+    d_0 = widen(dy_0, ROWWISE)
+    if SILU:
+        d_0 = tl.fma(d_0, silu_slope(b_z, sigmoid(b_z)), tl.zeros_like(d_0))
+    return d_0
+
+
+@triton.jit
+def _store_dx(dx, dfinal, b_dx, p, i_n, i_r, k: tl.constexpr, first, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
+              BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, DFINAL: tl.constexpr,
+              ROWWISE: tl.constexpr):
+    """dx of the row W - 1 before the row k after `i_r` of each strand."""
+    if DFINAL:
+        i_o = i_r + (k - (W - 1))
+        if i_o + (BR - 1) * L >= n - W:
+            b_dx += load_slots(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
+    store_row(dx, b_dx, p, i_r, k - (W - 1), first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+
+
+@triton.jit
 def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, partials, i_c, i_n, i_t, i_d, cu, T,
                          D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
                          BW: tl.constexpr, UNROLL: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
@@ -117,12 +87,27 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     rows (a, b, c) are on their way while one is worked on.
     """
     L: tl.constexpr = BT // BR
+    R: tl.constexpr = L + W - 1
+    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1
     bos, n = sequence(cu, i_n, T, VARLEN)
     first = i_t * BT
     p = bos * D
     o_d = i_d * BD + tl.arange(0, BD)
     o_r = tl.arange(0, BR)
     o_x = o_r[:, None] * (L * D) + o_d[None, :]
+    x_a = load_row(x, p, first, 0, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    x_b = load_row(x, p, first, 1, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    x_c = load_row(x, p, first, 2, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    dy_a = load_row(dy, p, first, 0, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    dy_b = load_row(dy, p, first, 1, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    dy_c = load_row(dy, p, first, 2, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+    x_1 = load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_2 = load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_3 = load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_4 = load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_5 = load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_6 = load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
+    x_7 = load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
     b_w = load_columns(weight, o_d, D, W, BW)
     b_b = load_bias(bias, o_d, D, BD, BIAS)[None, :] + tl.zeros([BR, BD], dtype=tl.float32)
     # Tap j weighs the row j before in z; dx of a row W - 1 before takes the same weights in the other order.
@@ -142,13 +127,6 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     v_5 = tap(b_w, W - 6, W, BW)
     v_6 = tap(b_w, W - 7, W, BW)
     v_7 = tap(b_w, W - 8, W, BW)
-    x_1 = _load_back(x, initial_state, p, i_n, first, 1, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_2 = _load_back(x, initial_state, p, i_n, first, 2, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_3 = _load_back(x, initial_state, p, i_n, first, 3, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_4 = _load_back(x, initial_state, p, i_n, first, 4, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_5 = _load_back(x, initial_state, p, i_n, first, 5, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_6 = _load_back(x, initial_state, p, i_n, first, 6, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
-    x_7 = _load_back(x, initial_state, p, i_n, first, 7, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, INITIAL, ROWWISE)
     zero = tl.zeros([BR, BD], dtype=tl.float32)
     # A tile for each: Triton 3.6 to 3.9 carry a name round a loop only if the body leaves it another tile than it came
     # with, so of names with one first tile those that just hand it on would stay 0.
@@ -160,50 +138,44 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     d_6 = tl.zeros([BR, BD], dtype=tl.float32)
     d_7 = tl.zeros([BR, BD], dtype=tl.float32)
     g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7, g_b = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    x_a = _load_strands(x, p, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    x_b = _load_strands(x, p, first + 1, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    x_c = _load_strands(x, p, first + 2, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    dy_a = _load_strands(dy, p, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    dy_b = _load_strands(dy, p, first + 1, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    dy_c = _load_strands(dy, p, first + 2, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-    for i_s in range(first, first + tl.minimum(L, n - first) + (W - 1), UNROLL):
-        for i_u in tl.static_range(UNROLL):
-            i_r = i_s + i_u
-            own = i_r < first + L
-            x_0 = x_a.to(tl.float32)
-            d_0 = dy_a.to(tl.float32)
+    i_e = first + (tl.maximum(tl.minimum(L, n - first), 0) + U - 1) // U * U
+    for i_s in range(first, i_e, U):
+        for k in tl.static_range(U):
+            x_0, dy_0 = widen(x_a, ROWWISE), dy_a
+            x_a, x_b, x_c = x_b, x_c, load_row(x, p, i_s, k + 3, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+            dy_a, dy_b, dy_c = dy_b, dy_c, load_row(dy, p, i_s, k + 3, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
             if DRESIDUAL:
-                m = row_mask(_strand_mask(i_r, tl.where(own, n, 0), o_r, L, ROWWISE), o_d, D, BD)
-                p_r = dresidual + (p + tl.cast(i_r, tl.int64) * D) + o_x
-                tl.store(p_r, dy_a.to(dresidual.dtype.element_ty), mask=m)
-            x_a, x_b, x_c = x_b, x_c, _load_strands(x, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-            dy_a, dy_b, dy_c = dy_b, dy_c, _load_strands(dy, p, i_r + 3, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
-            if SILU:
-                b_z = _weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
-                d_0 = tl.fma(d_0, silu_slope(b_z, sigmoid(b_z)), zero)
-            b_dx = _weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
-            i_o = i_r - (W - 1)
-            if DFINAL:
-                if i_o + (BR - 1) * L >= n - W:
-                    b_dx += load_slots(dfinal, i_n, (i_o - n + W) + o_r * L, o_d, D, W, BR, BD, BW, ROWWISE)
-            here = (i_o >= first) & (i_o < first + L)
-            m = row_mask(_strand_mask(i_o, tl.where(here, n, 0), o_r, L, ROWWISE), o_d, D, BD)
-            tl.store(dx + (p + tl.cast(i_o, tl.int64) * D) + o_x, b_dx.to(dx.dtype.element_ty), mask=m)
+                store_row(dresidual, dy_0, p, i_s, k, first, n, o_r, o_x, o_d, D, BD, L, ROWWISE)
+            b_z = weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+            d_0 = _differentiate_row(dy_0, b_z, SILU, ROWWISE)
+            b_dx = weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
+            _store_dx(dx, dfinal, b_dx, p, i_n, i_s, k, first, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, DFINAL, ROWWISE)
+            g_b += d_0
+            g_0 = tl.fma(d_0, x_0, g_0)
+            g_1 = tl.fma(d_0, x_1, g_1)
+            g_2 = tl.fma(d_0, x_2, g_2)
+            g_3 = tl.fma(d_0, x_3, g_3)
+            if W > 4:
+                g_4 = tl.fma(d_0, x_4, g_4)
+                g_5 = tl.fma(d_0, x_5, g_5)
+                g_6 = tl.fma(d_0, x_6, g_6)
+                g_7 = tl.fma(d_0, x_7, g_7)
             d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
-            if own:                    # rows after a strand are counted where they belong
-                g_b += d_0
-                g_0 = tl.fma(d_0, x_0, g_0)
-                g_1 = tl.fma(d_0, x_1, g_1)
-                g_2 = tl.fma(d_0, x_2, g_2)
-                g_3 = tl.fma(d_0, x_3, g_3)
-                if W > 4:
-                    g_4 = tl.fma(d_0, x_4, g_4)
-                    g_5 = tl.fma(d_0, x_5, g_5)
-                    g_6 = tl.fma(d_0, x_6, g_6)
-                    g_7 = tl.fma(d_0, x_7, g_7)
             x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
-    R: tl.constexpr = W + 1 if BIAS else W
-    _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (R * D), o_d, D, W, BIAS,
+    for k in tl.static_range(W - 1):       # rows after a strand, which are counted where they belong
+        x_0, dy_0 = widen(x_a, ROWWISE), dy_a
+        x_a, x_b, dy_a, dy_b = x_b, x_c, dy_b, dy_c
+        if k + 3 < W - 1:
+            x_c = load_row(x, p, i_e, k + 3, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+            dy_c = load_row(dy, p, i_e, k + 3, first, n, o_r, o_x, o_d, D, BD, L, R, ROWWISE)
+        b_z = weigh(W, b_b, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+        d_0 = _differentiate_row(dy_0, b_z, SILU, ROWWISE)
+        b_dx = weigh(W, zero, v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7, d_0, d_1, d_2, d_3, d_4, d_5, d_6, d_7)
+        _store_dx(dx, dfinal, b_dx, p, i_n, i_e, k, first, n, o_r, o_x, o_d, D, W, BR, BD, BW, L, DFINAL, ROWWISE)
+        d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
+        x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
+    G: tl.constexpr = W + 1 if BIAS else W
+    _store_weight_gradients(partials, tl.cast(i_c, tl.int64) * (G * D), o_d, D, W, BIAS,
                             g_b, g_0, g_1, g_2, g_3, g_4, g_5, g_6, g_7)
 
 
@@ -222,7 +194,7 @@ def _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial
     b_b = load_bias(bias, o_d, D, BD, BIAS)
     b_dh = tl.zeros([BD, BW], dtype=tl.float32)
     if DFINAL:
-        m = m_d[:, None] & _range_mask(o_w, n, W, ROWWISE)[None, :]
+        m = m_d[:, None] & range_mask(o_w, n, W, ROWWISE)[None, :]
         b_dh += tl.load(dfinal + (p_h - n) + o_h, mask=m, other=0.).to(tl.float32)
     for i_p in tl.static_range(W - 1):
         m = o_d < tl.where(n > i_p, D, 0)

@@ -72,7 +72,7 @@ def test_a_record_with_wrong_results_is_no_candidate(tuning, monkeypatch):
         raise RuntimeError("differs")
 
     monkeypatch.setattr(tune, "check_alike", refuse)
-    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 16, "ROWWISE": False}))
+    found = tuning("conv")._time("conv_forward", LaunchRecord({"BR": 16, "BD": 16, "UNROLL": 1, "ROWWISE": False}))
     assert found.error == "RuntimeError: differs" and found.microseconds == float("inf")
 
 

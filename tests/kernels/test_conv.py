@@ -11,22 +11,41 @@ from tests.ops.conv_check import Conv, conv_inputs, run_conv
 from tests.tolerances import assert_close_rms
 
 
+@pytest.fixture
+def retile(monkeypatch):
+    """Puts tiles of other values into the convolution's records, and one warp."""
+    def change(**tiles):
+        def record(kernel, *args, **kwargs):
+            own = record_for(kernel, *args, **kwargs)
+            return replace(own, tiles={name: tiles.get(name, value) for name, value in own.tiles.items()}, num_warps=1)
+
+        monkeypatch.setattr(conv, "record_for", record)
+        monkeypatch.setattr(conv_backward, "record_for", record)
+
+    return change
+
+
 @pytest.mark.parametrize(("W", "BR", "BD", "UNROLL"), [(4, 1, 32, 4), (6, 2, 16, 3), (8, 1, 64, 4), (3, 16, 16, 2)])
-def test_tiles_change_no_bit_of_a_sequence(device, monkeypatch, W, BR, BD, UNROLL):
-    """BR rows or strands of rows, BD channels at a time, a loop unrolled: y, dx and the states stay as they are."""
+def test_tiles_change_no_bit_of_a_sequence(device, retile, W, BR, BD, UNROLL):
+    """BR strands of rows, BD channels at a time, a loop unrolled: y, dx and the states stay as they are."""
     problem = Conv(lengths=(19, 0, 2), D=40, W=W, slack=2)
     inputs = conv_inputs(problem, device)
     expected = run_conv(problem, inputs)
-
-    def record(kernel, *args, **kwargs):
-        own = record_for(kernel, *args, **kwargs)
-        tiles = {"BR": BR, "BD": BD, "UNROLL": UNROLL}
-        return replace(own, tiles={name: tiles.get(name, value) for name, value in own.tiles.items()}, num_warps=1)
-
-    monkeypatch.setattr(conv, "record_for", record)
-    monkeypatch.setattr(conv_backward, "record_for", record)
+    retile(BR=BR, BD=BD, UNROLL=UNROLL)
     actual = run_conv(problem, inputs)
     for name in ("o", "ht", "dx", "dresidual", "dh0"):
         assert torch.equal(actual[name], expected[name]), name
     for name in ("dweight", "dbias"):
         assert_close_rms(name, actual[name], expected[name], torch.float32)
+
+
+@pytest.mark.parametrize("W", [1, 4, 8])
+def test_rows_of_bfloat16_are_the_same_by_their_bits_and_converted(device, retile, W):
+    problem = Conv(lengths=(19, 0, 2, 40), D=40, W=W, dtype=torch.bfloat16)
+    inputs = conv_inputs(problem, device)
+    results = []
+    for rowwise in (False, True):
+        retile(BR=4, UNROLL=2, ROWWISE=rowwise)
+        results.append(run_conv(problem, inputs))
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name

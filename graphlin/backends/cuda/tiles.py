@@ -125,16 +125,15 @@ def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """A warp loads 512 bytes of a row at a time, 16 a thread, and works on two or four rows."""
-    rows = 16 if arch == "sm_90" and K <= 4 else 8
-    return LaunchRecord(dict(BR=rows, BD=block_size(V, 512 // dtype.itemsize), ROWWISE=False), waves=16)
+    """Two warps walk down a strand of rows of 256 channels: with up to four taps there are registers for 32 warps a core."""
+    BD = block_size(V, 256)
+    return LaunchRecord(dict(BR=256 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=16)
 
 
 def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """A program walks down two rows of 128 channels: one warp has the registers for that, with up to four taps."""
-    BD = block_size(V, 128)
-    return LaunchRecord(dict(BR=min(16, 256 // BD), BD=BD, UNROLL=4, ROWWISE=False),
-                        num_warps=1 if K <= 4 and dtype.itemsize == 2 else 2, waves=16)
+    """As forward, with fewer warps a core: each row of x and dz, each weight and its gradient take four registers a thread."""
+    BD = block_size(V, 256)
+    return LaunchRecord(dict(BR=256 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=16)
 
 
 def _norm_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:

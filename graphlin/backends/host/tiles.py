@@ -11,7 +11,7 @@ _TILES = {
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=4096, BN=64),
     "deliver_rows": lambda K, V: dict(BLOCK=1024),
-    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=False),
+    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), UNROLL=1, ROWWISE=False),
     "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 128), UNROLL=1, ROWWISE=False),
     "norm_forward": lambda K, V: dict(BR=16, BD=block_size(V, 4096)),
     "norm_backward": lambda K, V: dict(ROWS=32, BR=16, BD=block_size(V, 4096)),

@@ -11,7 +11,7 @@ _TILES = {
     "chunk_local_cumsum": lambda K, V: dict(BX=64),
     "copy_active_rows": lambda K, V: dict(BLOCK=2048, BN=64),
     "deliver_rows": lambda K, V: dict(BLOCK=8192),
-    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128), ROWWISE=True),
+    "conv_forward": lambda K, V: dict(BR=16, BD=block_size(V, 128 if K <= 4 else 64), UNROLL=1, ROWWISE=True),
     "conv_backward": lambda K, V: dict(BR=16, BD=block_size(V, 64 if K <= 4 else 32), UNROLL=1, ROWWISE=True),
     "norm_forward": lambda K, V: dict(BR=max(1, 2048 // block_size(V, 4096)), BD=block_size(V, 4096)),
     "norm_backward": lambda K, V: dict(ROWS=128, BR=max(1, 2048 // block_size(V, 4096)), BD=block_size(V, 4096)),
