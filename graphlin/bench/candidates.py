@@ -32,9 +32,9 @@ SEARCH: dict[str, Search] = {
     "kda_inter_gradients": _COLUMNS,
     "kda_intra_gradients": {"BK": (16, 32, 64), "num_warps": (2, 4), "num_stages": (1, 2, 3), "waves": (2, 4, 8)},
     "kda_finish_gradients": _FINISH,
-    "conv_forward": {"BR": (1, 2, 4), "BD": (128, 256, 512), "UNROLL": (4, 8), "num_warps": (1, 2, 4), "waves": (8, 16, 32)},
+    "conv_forward": {"BR": (1, 2, 4), "BD": (64, 128, 256), "UNROLL": (4, 8), "num_warps": (1, 2, 4), "waves": (16, 32, 64)},
     "conv_backward": {"BR": (1, 2, 4), "BD": (64, 128, 256), "UNROLL": (2, 4, 8), "num_warps": (1, 2, 4),
-                      "waves": (8, 16, 32)},
+                      "waves": (16, 32, 64)},
     "sum_chunks": {"BR": (16, 64, 256, 1024), "BX": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8)},
 }
 

@@ -66,18 +66,19 @@ def row_mask(m_r, o_x, X: tl.constexpr, BX: tl.constexpr):
 
 
 @triton.jit
-def zero_inactive_rows(p_x, cu, N, T, X: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes exact zeros to the inactive rows of a contiguous [T, X] tensor, shared among the last 512 programs: the
-    others, of which a core runs many one after the other, do not wait to be told which rows."""
-    programs = tl.minimum(tl.num_programs(0), 512)
-    i_p = tl.program_id(0) - (tl.num_programs(0) - programs)
-    if i_p >= 0:
-        first = active_rows(cu, N, T)
-        count = (T - first) * X
-        blocks = ((count + BLOCK - 1) // BLOCK).to(tl.int32)
-        for i in range(i_p, blocks, programs):
-            o = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(p_x + first * X + o, tl.zeros([BLOCK], dtype=p_x.dtype.element_ty), mask=o < count)
+def zero_rows(p_x, first, T, X: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr = 0):
+    """Writes exact zeros to rows [first, T) of a contiguous [T, X] tensor, shared among all programs of the launch or, where it
+    is not 0, the LAST of them, which alone may call it then."""
+    count = (T - first) * X
+    blocks = ((count + BLOCK - 1) // BLOCK).to(tl.int32)
+    i_p = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if LAST > 0:
+        programs = tl.minimum(programs, LAST)
+        i_p -= tl.num_programs(0) - programs
+    for i in range(i_p, blocks, programs):
+        o = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_x + first * X + o, tl.zeros([BLOCK], dtype=p_x.dtype.element_ty), mask=o < count)
 
 
 @triton.jit

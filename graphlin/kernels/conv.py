@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.activations import sigmoid
-from graphlin.kernels.common import chunk, chunk_count, row_mask, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk, chunk_count, row_mask, sequence, zero_rows
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -269,7 +269,7 @@ def conv_forward(x, weight, bias, residual, initial_state, y, final_state, cu, c
             _store_final_state(x, initial_state, final_state, i_task // ND, i_task % ND, cu, T, D, W, BD, BW, INITIAL,
                                VARLEN)
     if VARLEN:
-        zero_inactive_rows(y, cu, N, T, D, ZERO_BLOCK)
+        zero_rows(y, active_rows(cu, N, T), T, D, ZERO_BLOCK)
 
 
 def run_conv_forward(x, weight, bias, residual, initial_state, store_final: bool, silu: bool, packing: Packing):

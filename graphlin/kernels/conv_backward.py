@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from graphlin.kernels.activations import sigmoid, silu_slope
-from graphlin.kernels.common import chunk, chunk_count, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk, chunk_count, sequence, zero_rows
 from graphlin.kernels.conv import (
     ZERO_BLOCK,
     conv_programs,
@@ -241,9 +241,9 @@ def conv_backward(x, weight, bias, initial_state, dy, dfinal, dx, dresidual, din
             _store_initial_gradient(x, weight, bias, initial_state, dy, dfinal, dinitial, i_task // ND, i_task % ND,
                                     cu, T, D, W, BD, BW, SILU, BIAS, DFINAL, VARLEN, ROWWISE)
     if VARLEN:
-        zero_inactive_rows(dx, cu, N, T, D, ZERO_BLOCK)
+        zero_rows(dx, active_rows(cu, N, T), T, D, ZERO_BLOCK)
         if DRESIDUAL:
-            zero_inactive_rows(dresidual, cu, N, T, D, ZERO_BLOCK)
+            zero_rows(dresidual, active_rows(cu, N, T), T, D, ZERO_BLOCK)
 
 
 def run_conv_backward(x, weight, bias, initial_state, dy, dfinal, residual_dtype: torch.dtype | None,

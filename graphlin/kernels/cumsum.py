@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import chunk, chunk_count, chunk_cumsum, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_cumsum, sequence, zero_rows
 from graphlin.kernels.launch import grid_stride, launch, record_for
 from graphlin.kernels.packing import Packing
 
@@ -34,7 +34,7 @@ def chunk_local_cumsum(g, out, cu, chunks, N, T, NT, NTS, X: tl.constexpr, BT: t
         if live:
             _cumsum_chunk(g, out, i_n, i_t, i_task % NX, cu, T, X, BT, BX, REVERSE, VARLEN)
     if VARLEN:
-        zero_inactive_rows(out, cu, N, T, X, 1024)
+        zero_rows(out, active_rows(cu, N, T), T, X, 1024)
 
 
 def run_chunk_local_cumsum(g: torch.Tensor, packing: Packing, reverse: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import chunk_slot, keep, row_mask, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.delta_steps import chunk_scales, load_state, next_state, store_rows, store_state
 from graphlin.kernels.launch import launch, programs_of, record_for
@@ -189,7 +189,7 @@ def delta_recurrence(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, 
         _output_task(q, k, kw, A, P, G, scales, v, h0, o, ht, reached, assumed, tl.program_id(0), cu, N, T, NS, H, HV, K, V, BT,
                      BK, BV, USE_H0, STORE_HT, V_FIRST, VARLEN, PER_CHANNEL, PREC, COPY_LHS, PIECES, SEGMENT, LEAST, STAGES)
     if VARLEN:
-        zero_inactive_rows(o, cu, N, T, HV * V, 1024)
+        zero_rows(o, active_rows(cu, N, T), T, HV * V, 1024)
 
 
 @triton.jit(do_not_specialize=["N", "T", "NS"])

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, keep, row_mask, sequence, zero_rows
 from graphlin.kernels.delta_problem import Operands, Prologue
 from graphlin.kernels.delta_products import error_products
 from graphlin.kernels.gates import (
@@ -184,10 +184,11 @@ def gdn_finish_gradients(q, k, g, A_log, dt_bias, G, b, rq, rk, pv, pk, psr, dqk
                 norm_gradients(q, rq, dq, dqk, p_t, p_r, p_w, m_t, H, K, NK * BK, BT, BK, 1, 0, L2)
                 norm_gradients(k, rk, dk, dqk, p_t, p_r, p_w + BT * NK * BK, m_t, H, K, NK * BK, BT, BK, 1, 0, L2)
     if VARLEN:
-        zero_inactive_rows(dq, cu, N, T, H * K, 1024)
-        zero_inactive_rows(dk, cu, N, T, H * K, 1024)
-        zero_inactive_rows(dg, cu, N, T, HV, 1024)
-        zero_inactive_rows(dbeta, cu, N, T, HV, 1024)
+        first = active_rows(cu, N, T)
+        zero_rows(dq, first, T, H * K, 1024)
+        zero_rows(dk, first, T, H * K, 1024)
+        zero_rows(dg, first, T, HV, 1024)
+        zero_rows(dbeta, first, T, HV, 1024)
 
 
 def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:

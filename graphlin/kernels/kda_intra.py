@@ -11,7 +11,7 @@ cancels to the last digit of float32.
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import chunk, chunk_count, chunk_slot, row_mask, sequence, zero_inactive_rows
+from graphlin.kernels.common import active_rows, chunk, chunk_count, chunk_slot, row_mask, sequence, zero_rows
 from graphlin.kernels.gates import decay_rate, gate_gradients, load_channel_gates
 from graphlin.kernels.kda_block import block_gradients, log_decay_gradient
 from graphlin.kernels.kda_unrolled import unrolled_chunk_gradients
@@ -216,4 +216,4 @@ def kda_intra_gradients(q, k, g, A_log, dt_bias, GC, c, b, rq, rk, fw, ts, sr, d
                     scale, lower_bound, lift, H, HV, K, BT, BK, GATE, BIAS, SAFE, VARLEN, GRAPH_CAPTURE, PREC, REV_SCAN, PAIRWISE,
                     UNROLLED, FAST)
     if VARLEN:
-        zero_inactive_rows(dg, cu, N, T, HV * K, 1024)
+        zero_rows(dg, active_rows(cu, N, T), T, HV * K, 1024)
