@@ -41,6 +41,8 @@ def test_tiles_change_no_bit_of_a_sequence(device, retile, W, BR, BD, UNROLL):
 
 @pytest.mark.parametrize("W", [1, 4, 8])
 def test_rows_of_bfloat16_are_the_same_by_their_bits_and_converted(device, retile, W):
+    if device.type == "npu":
+        pytest.skip("Ascend's compiler knows no shift of rows: there they are converted alone")
     problem = Conv(lengths=(19, 0, 2, 40), D=40, W=W, dtype=torch.bfloat16)
     inputs = conv_inputs(problem, device)
     results = []
