@@ -37,12 +37,14 @@ def search(tuning, kernel, values, monkeypatch, times):
 
 
 def test_the_fastest_records_are_timed_again_beside_the_present_one(tuning, monkeypatch):
-    warps = {1: 5.0, 2: 3.0, 4: 10.0, 8: 4.0}
-    found = search(tuning("conv"), "conv_forward", {"num_warps": (1, 2, 8)}, monkeypatch,
+    of_conv = tuning("conv")
+    present, *others = sorted((1, 2, 4, 8), key=lambda w: w != of_conv.record("conv_forward").num_warps)
+    warps = dict(zip((present, *others), (10.0, 5.0, 3.0, 4.0), strict=True))
+    found = search(of_conv, "conv_forward", {"num_warps": others}, monkeypatch,
                    lambda launch: warps[launch.record.num_warps] if launch.name == "conv_forward" else 100.0)
-    assert [(t.record.num_warps, t.microseconds) for t in found.all] == [(4, 10.0), (1, 5.0), (2, 3.0), (8, 4.0)]
-    assert found.present[0].num_warps == 4
-    assert {record.num_warps for record, _ in found.finalists} == {1, 2, 8}
+    assert {t.record.num_warps: t.microseconds for t in found.all} == warps
+    assert found.present[0].num_warps == present
+    assert {record.num_warps for record, _ in found.finalists} == set(others)
     assert all(sample.median > 0 for _, sample in [found.present, *found.finalists])
     assert [s.median for _, s in found.finalists] == sorted(s.median for _, s in found.finalists)
 
@@ -115,9 +117,11 @@ def test_the_command_prints_and_saves_the_records(tiny_command, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_records_of_forms_are_tuned_by_their_own_names(tiny_command, capsys, monkeypatch):
+def test_records_of_forms_are_tuned_by_their_own_names(tiny_command, capsys, monkeypatch, device):
     """One sequence of 400 tokens is split, eight of 8 are not; of the backward the recurrences are in a loop where cores idle."""
-    monkeypatch.setattr(get_backend("cpu"), "num_cores", lambda device: 12)
+    if device.type != "cpu":
+        pytest.skip("other records than the host's do not split a sequence so short")
+    monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 12)
     names = ["delta_recurrence", "delta_recurrence_halves", "delta_two_recurrences"]
     tried = ["--kernels", ",".join(names), "--try", "num_warps=2,4", "--shapes", "400,1", "64,8"]
     assert main(["tune", "--only", "gdn", *tried]) == 0
