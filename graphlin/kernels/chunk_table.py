@@ -20,8 +20,9 @@ def chunk_table_rows(cu, chunks, N, T, NT, BT: tl.constexpr, BR: tl.constexpr, B
     for i_b in range(0, N, BN):
         o_n = i_b + tl.arange(0, BN)
         m_n = o_n < N
-        bos = tl.minimum(tl.maximum(tl.load(cu + o_n, mask=m_n, other=0).to(tl.int32), 0), T)
-        eos = tl.minimum(tl.load(cu + o_n + 1, mask=m_n, other=0).to(tl.int32), T)
+        # clamped as they are: of int64 the lower half of a wrong value might seem right
+        bos = tl.minimum(tl.maximum(tl.load(cu + o_n, mask=m_n, other=0), 0), T).to(tl.int32)
+        eos = tl.minimum(tl.maximum(tl.load(cu + o_n + 1, mask=m_n, other=0), 0), T).to(tl.int32)
         b_nt = (tl.maximum(eos - bos, 0) + BT - 1) // BT                        # [BN]
         end = total + tl.cumsum(b_nt, 0)
         passed = (end[None, :] <= o_r[:, None]) & m_n[None, :]                  # [BR, BN]

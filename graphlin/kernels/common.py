@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+LAST_PROGRAMS = tl.constexpr(512)
+
 
 @triton.jit
 def sequence(cu, i_n, T, VARLEN: tl.constexpr):
@@ -67,8 +69,8 @@ def row_mask(m_r, o_x, X: tl.constexpr, BX: tl.constexpr):
 
 @triton.jit
 def zero_rows(p_x, first, T, X: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr = 0):
-    """Writes exact zeros to rows [first, T) of a contiguous [T, X] tensor, shared among all programs of the launch or, where it
-    is not 0, the LAST of them, which alone may call it then."""
+    """Writes exact zeros to rows [first, T) of a contiguous [T, X] tensor, shared among all programs of the launch; with LAST,
+    among the last LAST of them, and no other may call it."""
     count = (T - first) * X
     blocks = ((count + BLOCK - 1) // BLOCK).to(tl.int32)
     i_p = tl.program_id(0)
@@ -79,6 +81,14 @@ def zero_rows(p_x, first, T, X: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.cons
     for i in range(i_p, blocks, programs):
         o = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(p_x + first * X + o, tl.zeros([BLOCK], dtype=p_x.dtype.element_ty), mask=o < count)
+
+
+@triton.jit
+def zero_inactive_rows(p_x, cu, N, T, X: tl.constexpr, BLOCK: tl.constexpr):
+    """`zero_rows` from the first inactive row on, by LAST_PROGRAMS alone: of the others many run one after the other on a core,
+    and each would wait at its end to be told that row."""
+    if tl.program_id(0) >= tl.num_programs(0) - LAST_PROGRAMS:
+        zero_rows(p_x, active_rows(cu, N, T), T, X, BLOCK, LAST_PROGRAMS)
 
 
 @triton.jit

@@ -89,9 +89,10 @@ def strand_mask(first, n, o_r, L: tl.constexpr, ROWWISE: tl.constexpr):
 
 @triton.jit
 def load_back(x, initial_state, p, i_n, first, back: tl.constexpr, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
-               BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr,
-               ROWWISE: tl.constexpr):
-    """The rows `back` before the strands' first ones, 0 if no tap reaches that far."""
+              BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, INITIAL: tl.constexpr,
+              ROWWISE: tl.constexpr):
+    """float32 rows `back` before each strand's first, of the initial state before the sequence; 0 without one, or if no tap
+    reaches that far."""
     if back < W:
         m = row_mask(strand_mask(first - back, n, o_r, L, ROWWISE), o_d, D, BD)
         b_x = tl.load(x + (p + tl.cast(first - back, tl.int64) * D) + o_x, mask=m, other=0.).to(tl.float32)
@@ -126,8 +127,8 @@ def weigh(W: tl.constexpr, b_s, w_0, w_1, w_2, w_3, w_4, w_5, w_6, w_7, b_0, b_1
 
 @triton.jit
 def walk_mask(i_r, k: tl.constexpr, first, n, o_r, L: tl.constexpr, R: tl.constexpr, ROWWISE: tl.constexpr):
-    """Whether the row that lies k after row `i_r` of the first strand, and as far down each other strand of L rows, is among
-    the first R from where the strand starts. In an unrolled loop a comparison with k alone is one instruction."""
+    """Which strands of L rows have the row k after `i_r` of the first one, as far down as that, among their first R rows and in
+    the sequence; i_r >= first. k alone changes in an unrolled loop, so that each comparison is one instruction."""
     if ROWWISE:
         i = i_r + k
         m = strand_mask(i, tl.where((i >= first) & (i < first + R), n, 0), o_r, L, ROWWISE)
@@ -140,8 +141,8 @@ def walk_mask(i_r, k: tl.constexpr, first, n, o_r, L: tl.constexpr, R: tl.conste
 
 @triton.jit
 def widen(b_x, ROWWISE: tl.constexpr):
-    """float32 of a row. That of bfloat16 has its bits in the upper half: so said, the compiler for NVIDIA takes one instruction
-    for each of a pair, where its conversion takes two for one of them. Ascend has no shifts of such rows."""
+    """float32 of a row. A bfloat16 is the upper half of a float32: on NVIDIA a shift is one instruction, Triton's conversion up
+    to two. Ascend cannot shift such rows."""
     if ROWWISE:
         b_x = b_x.to(tl.float32)
     elif b_x.dtype == tl.bfloat16:
@@ -154,7 +155,7 @@ def widen(b_x, ROWWISE: tl.constexpr):
 @triton.jit
 def load_row(x, p, i_r, k: tl.constexpr, first, n, o_r, o_x, o_d, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
              R: tl.constexpr, ROWWISE: tl.constexpr):
-    """The row k after `i_r` of each strand, 0 where the walk over its R rows does not reach."""
+    """The row k after `i_r` of each strand, as stored; 0 behind the strand's first R rows or the sequence."""
     m = row_mask(walk_mask(i_r, k, first, n, o_r, L, R, ROWWISE), o_d, D, BD)
     return tl.load(x + (p + tl.cast(i_r, tl.int64) * D + k * D) + o_x, mask=m, other=0.)             # [BR, BD]
 
@@ -177,8 +178,9 @@ def _convolve_chunk(x, weight, bias, residual, initial_state, y, i_n, i_t, i_d, 
 
     Eight rows have names since Triton has no arrays of tiles; the compiler drops those beyond W.
     """
+    tl.static_assert(BT % BR == 0)
     L: tl.constexpr = BT // BR
-    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1
+    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1      # rows a turn; a strand is a whole number of turns
     bos, n = sequence(cu, i_n, T, VARLEN)
     first = i_t * BT
     p = bos * D

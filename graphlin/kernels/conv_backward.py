@@ -67,7 +67,7 @@ def _differentiate_row(dy_0, b_z, SILU: tl.constexpr, ROWWISE: tl.constexpr):
 def _store_dx(dx, dfinal, b_dx, p, i_n, i_r, k: tl.constexpr, first, n, o_r, o_x, o_d, D: tl.constexpr, W: tl.constexpr,
               BR: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, L: tl.constexpr, DFINAL: tl.constexpr,
               ROWWISE: tl.constexpr):
-    """dx of the row W - 1 before the row k after `i_r` of each strand."""
+    """Stores dx of the row W - 1 before the row k after `i_r` of each strand, with what it gets from the final state."""
     if DFINAL:
         i_o = i_r + (k - (W - 1))
         if i_o + (BR - 1) * L >= n - W:
@@ -84,11 +84,13 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
     """BR strands of L consecutive rows, a row of each at a time; dx needs dz of the W - 1 rows after a strand too.
 
     Eight rows of x and of dz have names since Triton has no arrays of tiles; the compiler drops those beyond W. Three
-    rows (a, b, c) are on their way while one is worked on.
+    rows (a, b, c) are on their way while one is worked on. Rows behind the end of the sequence count as 0 times x in the sums of
+    the weight's gradient, so that an infinity or NaN of x may reach more taps than those it is under.
     """
+    tl.static_assert(BT % BR == 0)
     L: tl.constexpr = BT // BR
-    R: tl.constexpr = L + W - 1
-    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1
+    R: tl.constexpr = L + W - 1                             # rows a strand walks, its own and those after it
+    U: tl.constexpr = UNROLL if L % UNROLL == 0 else 1      # rows a turn; a strand is a whole number of turns
     bos, n = sequence(cu, i_n, T, VARLEN)
     first = i_t * BT
     p = bos * D
@@ -162,7 +164,7 @@ def _differentiate_chunk(x, weight, bias, initial_state, dy, dfinal, dx, dresidu
                 g_7 = tl.fma(d_0, x_7, g_7)
             d_7, d_6, d_5, d_4, d_3, d_2, d_1 = d_6, d_5, d_4, d_3, d_2, d_1, d_0
             x_7, x_6, x_5, x_4, x_3, x_2, x_1 = x_6, x_5, x_4, x_3, x_2, x_1, x_0
-    for k in tl.static_range(W - 1):       # rows after a strand, which are counted where they belong
+    for k in tl.static_range(W - 1):       # rows after a strand, for dx alone: the strand that owns them sums the rest
         x_0, dy_0 = widen(x_a, ROWWISE), dy_a
         x_a, x_b, dy_a, dy_b = x_b, x_c, dy_b, dy_c
         if k + 3 < W - 1:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphlin.kernels.common import active_rows, chunk_slot, row_mask, sequence, zero_rows
+from graphlin.kernels.common import active_rows, chunk_slot, row_mask, sequence, zero_inactive_rows, zero_rows
 from graphlin.kernels.delta_problem import Operands
 from graphlin.kernels.delta_recurrence import state_loop
 from graphlin.kernels.delta_steps import chunk_scales, load_state, previous_gradient, store_rows, store_state, value_gradient
@@ -122,9 +122,8 @@ def delta_two_recurrences(q, k, kw, A, P, G, scales, v, do, h0, dht, St, E, Rt, 
     if VARLEN:
         if LOOPED:
             zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024)
-        elif tl.program_id(0) >= tl.num_programs(0) - 512:
-            # Many programs run one after the other on a core: not each is to wait at its end for the first inactive row.
-            zero_rows(dv, active_rows(cu, N, T), T, HV * V, 1024, 512)
+        else:
+            zero_inactive_rows(dv, cu, N, T, HV * V, 1024)
 
 
 def run_two_recurrences(operands: Operands, v: torch.Tensor, do: torch.Tensor, h0: torch.Tensor | None,

@@ -68,7 +68,7 @@ def record_for(kernel: str, device: torch.device, *, K: int = 0, V: int = 0, R: 
 
 
 def grid_stride(tasks: int, record: LaunchRecord, device: torch.device) -> int:
-    """Programs of a kernel that strides over `tasks`: as many as run at once, no more than there are tasks, at least one
+    """Programs of a kernel that strides over `tasks`: the record's `waves` a core, no more than there are tasks, at least one
     (which zeroes the inactive rows where there is no chunk)."""
     return max(1, min(tasks, record.waves * get_backend(device).num_cores(device)))
 

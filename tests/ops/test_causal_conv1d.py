@@ -17,8 +17,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("W", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_widths(device, W, activation):
-    """So many channels that a program's strands of rows are longer than the rows one turn of its loop works on."""
-    standard_conv_check(Conv(W=W, D=40, activation=activation, slack=3), device)
+    """Sequences of more than a chunk, and of fewer rows than taps."""
+    standard_conv_check(Conv(lengths=(0, 1, 3, 70, 19), W=W, D=40, activation=activation, slack=3, chunk_size=64), device)
 
 
 @pytest.mark.parametrize("extras", [(), ("bias",), ("residual",), ("initial_state",), ("final_state",),

@@ -53,6 +53,12 @@ def test_many_sequences(device):
                        prepare_chunk_indices_reference(cu, sum(lengths) + 9, 16))
 
 
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31 + 6, 2**32 + 6, 2**62])
+def test_ends_beyond_32_bits_are_clamped(device, last):
+    cu = torch.tensor([0, 5, last, -last], device=device)
+    assert prepare_chunk_indices(cu, 40, 16).tolist() == [[0, 0], [1, 0], [1, 1], [1, 2], [-1, -1]]
+
+
 @pytest.mark.parametrize("values", [(0, 12, 8, 16), (0, 40, 200, 16), (-5, -1, 9, 16), (16, 0, 0, 0)], ids=str)
 def test_wrong_values_give_a_table_that_stays_inside(device, values):
     """Rows of a table from wrong values name sequences that exist and chunks inside [0, T)."""

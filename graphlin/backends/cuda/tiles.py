@@ -125,8 +125,9 @@ def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
-    """Two warps walk down four strands of 64 channels: with up to four taps there are registers for 32 warps a core. One strand
-    of 256 channels took longer with few rows (H200, D=8192: 9.3 us for 7.6 at T=512), less with many (274 for 290 at 32768)."""
+    """Two warps walk down four strands of 64 channels, UNROLL rows a turn: with up to four taps there are registers for 32 warps
+    a core. One strand of 256 channels took 9.3 us with few rows, and this form 7.6 (H200, D=8192, T=512), and 274 with many, and
+    this form 290 (T=32768)."""
     BD = block_size(V, 64)
     return LaunchRecord(dict(BR=256 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=64)
 
