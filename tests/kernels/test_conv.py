@@ -26,13 +26,11 @@ def retile(monkeypatch):
 
 
 @pytest.mark.parametrize(("W", "BR", "BD", "UNROLL", "options"), [
-    (4, 1, 32, 4, {}), (6, 2, 16, 3, {}), (8, 1, 64, 4, {}), (3, 16, 16, 2, {}), (1, 1, 32, 8, {}), (2, 2, 16, 8, {}),
-    (5, 4, 32, 4, {"activation": None}), (8, 2, 16, 8, {"chunk_size": 64}),
-    (4, 4, 64, 8, {"chunk_size": 64, "extras": ("bias",)}),
-    (4, 1, 64, 8, {"chunk_size": 32, "activation": None, "extras": ()})])
+    (4, 1, 32, 4, {}), (6, 2, 16, 3, {}), (3, 16, 16, 2, {}), (1, 1, 32, 8, {}), (5, 4, 32, 4, {"activation": None}),
+    (8, 2, 32, 8, {"chunk_size": 64}), (4, 4, 64, 8, {"chunk_size": 64, "extras": ("bias",)})])
 def test_tiles_change_no_bit_of_a_sequence(device, retile, W, BR, BD, UNROLL, options):
     """BR strands of rows, BD channels at a time, a loop unrolled: y, dx and the states stay as they are."""
-    problem = Conv(lengths=(19, 0, 2, 70), D=40, W=W, slack=2, **options)
+    problem = Conv(lengths=(19, 0, 2, 33), D=20, W=W, slack=2, **options)
     inputs = conv_inputs(problem, device)
     expected = run_conv(problem, inputs)
     retile(BR=BR, BD=BD, UNROLL=UNROLL)
@@ -52,12 +50,12 @@ def test_more_strands_than_a_chunk_has_rows_are_refused(device, retile):
         run_conv(problem, inputs)
 
 
-@pytest.mark.parametrize("W", [1, 4, 8])
+@pytest.mark.parametrize("W", [1, 4])
 def test_the_rowwise_form_gives_the_same_bits(device, retile, W):
     """The other one makes float32 of bfloat16 by its bits, of numbers of every kind."""
     if device.type == "npu":
         pytest.skip("Ascend's compiler knows no shift of rows: there they are converted alone")
-    problem = Conv(lengths=(19, 0, 2, 40), D=40, W=W, dtype=torch.bfloat16)
+    problem = Conv(lengths=(19, 0, 2, 18), D=20, W=W, dtype=torch.bfloat16)
     inputs = conv_inputs(problem, device)
     inputs["x"][..., 30, :6] = torch.tensor([-0.0, 1e-40, -1e-39, 1e30, float("inf"), float("nan")], device=device)
     results = []
