@@ -215,24 +215,25 @@ def norm_gradients(x, r, dx, dxw, p_t, p_r, p_w, m_t, H: tl.constexpr, K: tl.con
         for i_k in range(0, NK):
             o_k = i_k * BK + tl.arange(0, BK)
             p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
-            b_x = tl.load(x + p_x, mask=row_mask(m_t, o_k, K, BK), other=0.).to(tl.float32)              # [BT, BK]
-            b_y += tl.sum(b_x * _sum_parts(dxw + p_w, o_c, o_k, K, W, BK, PARTS, PITCH), 1)
+            m_tk = row_mask(m_t, o_k, K, BK)
+            b_x = tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32)                                   # [BT, BK]
+            b_y += tl.sum(b_x * _sum_parts(dxw + p_w, o_c, o_k, m_tk, W, PARTS, PITCH), 1)
         b_y = b_y * b_r * b_r
     for i_k in range(0, NK):
         o_k = i_k * BK + tl.arange(0, BK)
         m_tk = row_mask(m_t, o_k, K, BK)
         p_x = p_t + o_c[:, None] * (H * K) + o_k[None, :]
-        b_dx = _sum_parts(dxw + p_w, o_c, o_k, K, W, BK, PARTS, PITCH)
+        b_dx = _sum_parts(dxw + p_w, o_c, o_k, m_tk, W, PARTS, PITCH)
         if L2:
             b_dx = (b_dx - tl.load(x + p_x, mask=m_tk, other=0.).to(tl.float32) * b_y[:, None]) * b_r[:, None]
         tl.store(dx + p_x, b_dx.to(dx.dtype.element_ty), mask=m_tk)
 
 
 @triton.jit
-def _sum_parts(p, o_c, o_k, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr):
+def _sum_parts(p, o_c, o_k, m_tk, W: tl.constexpr, PARTS: tl.constexpr, PITCH: tl.constexpr):
+    """Of rows behind the end of the sequence there may be nothing in memory yet."""
     p = p + o_c[:, None] * W + o_k[None, :]
-    m = row_mask(o_c >= 0, o_k, K, BK)
-    b_x = tl.load(p, mask=m, other=0.).to(tl.float32)
+    b_x = tl.load(p, mask=m_tk, other=0.).to(tl.float32)
     for i in range(1, PARTS):
-        b_x += tl.load(p + i * PITCH, mask=m, other=0.).to(tl.float32)
+        b_x += tl.load(p + i * PITCH, mask=m_tk, other=0.).to(tl.float32)
     return b_x

@@ -90,7 +90,7 @@ def kda_finish_gradients(q, k, A_log, b, rq, rk, pb, pa, dqk, dq, dk, dbeta, dga
                 p = slot * HV + i_hv
                 b_db = tl.zeros([BT], dtype=tl.float32)
                 for i_k in range(0, NK):
-                    b_db += tl.load(pb + (i_k * NS * HV + p) * BT + o_c)
+                    b_db += tl.load(pb + (i_k * NS * HV + p) * BT + o_c, mask=m_t, other=0.)
                 b_db = strength_gradient(b_db, tl.load(b + p * BT + o_c), BETA)
                 tl.store(dbeta + row * HV + i_hv + o_c * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
                 if GATE > 0:

@@ -1,9 +1,8 @@
 """Kimi Delta Attention with a bounded gate: the gradients inside a chunk of 64 rows, its four blocks of 16 rows written out.
 
 A block's decayed rows are made once for all other blocks and stay in registers, where kda_intra makes them again for each pair of
-blocks. Blocks behind the end of the sequence are left out: nothing is stored of their rows. What kda_finish_gradients loads there
-is whatever was in memory, and it stores none of those rows. Tuples of tiles need a Triton newer than triton-ascend's 3.2, whose
-records keep to kda_intra.
+blocks. Blocks behind the end of the sequence are left out: nothing is stored of their rows, and kda_finish_gradients loads none
+of them. Tuples of tiles need a Triton newer than triton-ascend's 3.2, whose records keep to kda_intra.
 With e_J = 2^(T_J), what a row i of block I reads of the blocks before it is the last of
     U_0 = F_I0 y_0,   U_J = e_J ∘ U_(J-1) + F_IJ y_J,
 with y_J decayed to its block's end; what a writer gets from the blocks behind it comes the same way from the last one on.
