@@ -80,7 +80,8 @@ def zero_rows(p_x, first, T, X: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.cons
         i_p -= tl.num_programs(0) - programs
     for i in range(i_p, blocks, programs):
         o = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_x + first * X + o, tl.zeros([BLOCK], dtype=p_x.dtype.element_ty), mask=o < count)
+        # evicted first: the caches are for what the other programs work on
+        tl.store(p_x + first * X + o, tl.zeros([BLOCK], dtype=p_x.dtype.element_ty), mask=o < count, cache_modifier=".cs")
 
 
 @triton.jit

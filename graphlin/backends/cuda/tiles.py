@@ -6,6 +6,8 @@ import torch
 
 from graphlin.backends.protocol import LaunchRecord, block_size
 
+_ALL = 1000     # waves: a program for every task, in all but the largest grids
+
 
 def _dot(dtype: torch.dtype) -> dict:
     return dict(_precision(dtype), COPY_LHS=False)
@@ -126,17 +128,17 @@ def _kda_intra(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchR
 
 def _conv_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """Two warps walk down four strands of 64 channels, UNROLL rows a turn: with up to four taps there are registers for 32 warps
-    a core. One strand of 256 channels took 9.3 us with few rows, and this form 7.6 (H200, D=8192, T=512), and 274 with many, and
-    this form 290 (T=32768)."""
+    a core. Strands are short, so that a task that waits for another costs more than a program that finds none (H200, D=8192,
+    T=32768: 276 us, and 290 with 64 waves)."""
     BD = block_size(V, 64)
-    return LaunchRecord(dict(BR=256 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=64)
+    return LaunchRecord(dict(BR=256 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=_ALL)
 
 
 def _conv_backward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
     """Two channels a thread, whose rows of x and dz, weights and gradients of weights take few registers: more warps a core gain
     more than wider loads (H200, D=8192, T=4096: 63 us, and 76 with four channels)."""
     BD = block_size(V, 128)
-    return LaunchRecord(dict(BR=128 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=32)
+    return LaunchRecord(dict(BR=128 // BD, BD=BD, UNROLL=8, ROWWISE=False), num_warps=2, waves=_ALL)
 
 
 def _norm_forward(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
@@ -159,7 +161,7 @@ def _sum(arch: str, K: int, V: int, R: int, dtype: torch.dtype) -> LaunchRecord:
 
 
 _RECORDS = {
-    "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=64, BN=64, ROWWISE=False)),
+    "chunk_table_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BR=16, BN=32, ROWWISE=False)),
     "chunk_local_cumsum": lambda arch, K, V, R, dtype: LaunchRecord(dict(BX=64)),
     "copy_active_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=2048, BN=256), waves=8),
     "deliver_rows": lambda arch, K, V, R, dtype: LaunchRecord(dict(BLOCK=8192), waves=8),
