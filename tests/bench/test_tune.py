@@ -96,11 +96,15 @@ def test_the_best_over_several_shapes_has_the_least_mean_ratio():
     assert record.num_warps == 2 and gain == pytest.approx(0.5)
 
 
-@pytest.fixture
-def tiny_command(monkeypatch, device):
+def make_tiny(monkeypatch, device):
     monkeypatch.setattr(tune_command, "best_device", lambda: device)
     monkeypatch.setattr(arguments, "scale_of", lambda device: TINY)
     monkeypatch.setattr(tune_command, "compilations", lambda *_: [])
+
+
+@pytest.fixture
+def tiny_command(monkeypatch, device):
+    make_tiny(monkeypatch, device)
 
 
 def test_the_command_prints_and_saves_the_records(tiny_command, tmp_path, capsys):
@@ -117,11 +121,13 @@ def test_the_command_prints_and_saves_the_records(tiny_command, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_records_of_forms_are_tuned_by_their_own_names(tiny_command, capsys, monkeypatch, device):
+def test_records_of_forms_are_tuned_by_their_own_names(request, capsys, monkeypatch):
     """One sequence of 400 tokens is split, eight of 8 are not; of the backward the recurrences are in a loop where cores idle."""
-    if device.type != "cpu":
+    if request.config.option.device != "host":
         pytest.skip("other records than the host's do not split a sequence so short")
-    monkeypatch.setattr(get_backend(device), "num_cores", lambda device: 12)
+    host = torch.device("cpu")
+    make_tiny(monkeypatch, host)
+    monkeypatch.setattr(get_backend(host), "num_cores", lambda device: 12)
     names = ["delta_recurrence", "delta_recurrence_halves", "delta_two_recurrences"]
     tried = ["--kernels", ",".join(names), "--try", "num_warps=2,4", "--shapes", "400,1", "64,8"]
     assert main(["tune", "--only", "gdn", *tried]) == 0
